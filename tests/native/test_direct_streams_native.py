@@ -247,22 +247,17 @@ def test_what_a_client_raises_takes_nothing_from_the_others(raising, is_native) 
     assert (len(other.transport.chunks), other.gaps_s) == (1, [1.0 / 6])
 
 
-def test_grants_are_sent_beside_what_a_client_raises() -> None:
+async def test_grants_are_sent_beside_what_a_client_raises() -> None:
     side, written, raised = Side([b"a"] * 8, is_native=True), [], []
 
     def fail(_gap_s: float) -> None:
         raise RuntimeError("a fault of the client's")
 
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(
-            lambda _, context: raised.append(context["exception"])
-        )
-        deltas = DirectDeltas(6, lambda *told: written.append(told))
-        deltas.open(NAMES[0], side.rules[NAMES[0]], side.clients[NAMES[0]].client._replace(passed=fail))
-        deltas.decode(payload((Delta(request_id=NAMES[0], token_ids=pack_tokens([1] * 6)),)))
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context["exception"]))
+    deltas = DirectDeltas(6, lambda *told: written.append(told))
+    deltas.open(NAMES[0], side.rules[NAMES[0]], side.clients[NAMES[0]].client._replace(passed=fail))
+    deltas.decode(payload((Delta(request_id=NAMES[0], token_ids=pack_tokens([1] * 6)),)))
+    await asyncio.sleep(0)
     assert written == [(6, [(NAMES[0], 6)])]
     assert [str(error) for error in raised] == ["a fault of the client's"]
 

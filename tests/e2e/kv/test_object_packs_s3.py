@@ -62,43 +62,37 @@ def raw_store(url: str):
     return obstore.store.from_url("s3://bucket/sub", config=options(url), client_options={"allow_http": True})
 
 
-def test_two_writers_share_packs_and_collect_them(s3: S3Server) -> None:
-    async def main() -> None:
-        async with make(s3.url, "two") as one, make(s3.url, "two", budget_bytes=MIB) as two:
-            held = await asyncio.gather(one.store(HASHES, BLOCKS), two.store(HASHES, BLOCKS))
-            assert held == [24, 24]
-            keys = [row["path"] for row in obstore.list(raw_store(s3.url), prefix="two").collect()]
-            assert len(keys) == 2, "the second of two equal packs was not created"
-            for packs in (one, two):
-                await packs.refresh()
-                await check_loads(packs)
-            async with make(s3.url, "two") as three:
-                await three.refresh()
-                await check_loads(three)
-            assert await two.collect() >= 1
-            await one.refresh()
-            assert one.locate(HASHES) < 24
-            await check_loads(one, one.locate(HASHES))
-            assert one.counts.mismatched == one.counts.packs_gone == 0
-
-    run_async(main())
-
-
-def test_a_flipped_bit_in_the_bucket_is_computed_again(s3: S3Server) -> None:
-    async def main() -> None:
-        async with make(s3.url, "flip") as packs:
-            await packs.store(HASHES, BLOCKS)
-            store = raw_store(s3.url)
-            key = max(obstore.list(store, prefix="flip").collect(), key=lambda row: row["size"])["path"]
-            raw = bytearray(bytes(obstore.get(store, key).bytes()))
-            raw[-5] ^= 4
-            obstore.put(store, key, bytes(raw))
-            await check_loads(packs, 15)
-            assert packs.counts.mismatched == 1
-            assert await packs.store(HASHES, BLOCKS) == 24
+async def test_two_writers_share_packs_and_collect_them(s3: S3Server) -> None:
+    async with make(s3.url, "two") as one, make(s3.url, "two", budget_bytes=MIB) as two:
+        held = await asyncio.gather(one.store(HASHES, BLOCKS), two.store(HASHES, BLOCKS))
+        assert held == [24, 24]
+        keys = [row["path"] for row in obstore.list(raw_store(s3.url), prefix="two").collect()]
+        assert len(keys) == 2, "the second of two equal packs was not created"
+        for packs in (one, two):
+            await packs.refresh()
             await check_loads(packs)
+        async with make(s3.url, "two") as three:
+            await three.refresh()
+            await check_loads(three)
+        assert await two.collect() >= 1
+        await one.refresh()
+        assert one.locate(HASHES) < 24
+        await check_loads(one, one.locate(HASHES))
+        assert one.counts.mismatched == one.counts.packs_gone == 0
 
-    run_async(main())
+
+async def test_a_flipped_bit_in_the_bucket_is_computed_again(s3: S3Server) -> None:
+    async with make(s3.url, "flip") as packs:
+        await packs.store(HASHES, BLOCKS)
+        store = raw_store(s3.url)
+        key = max(obstore.list(store, prefix="flip").collect(), key=lambda row: row["size"])["path"]
+        raw = bytearray(bytes(obstore.get(store, key).bytes()))
+        raw[-5] ^= 4
+        obstore.put(store, key, bytes(raw))
+        await check_loads(packs, 15)
+        assert packs.counts.mismatched == 1
+        assert await packs.store(HASHES, BLOCKS) == 24
+        await check_loads(packs)
 
 
 @asynccontextmanager
@@ -138,33 +132,27 @@ def logged(capsys: pytest.CaptureFixture[str]) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("status", [500, 403, 404])
-def test_answers_with_errors_turn_it_off_once(s3: S3Server, capsys, status: int) -> None:
-    async def main() -> None:
-        async with guarded(s3, f"status{status}") as (proxy, packs, tier):
-            proxy.status = status
-            if status != 404:  # a pack that is not there is a miss, a put that finds no bucket an error
-                with pytest.raises(TransferError, match="s3://bucket/sub/status"):
-                    await packs.load(HASHES, targets(24, BLOCK_BYTES))
-            await suffer(tier)
-            proxy.status = 0
-            await return_by_itself(tier)
-            assert packs.counts.mismatched == 0
-
-    run_async(main())
+async def test_answers_with_errors_turn_it_off_once(s3: S3Server, capsys, status: int) -> None:
+    async with guarded(s3, f"status{status}") as (proxy, packs, tier):
+        proxy.status = status
+        if status != 404:  # a pack that is not there is a miss, a put that finds no bucket an error
+            with pytest.raises(TransferError, match="s3://bucket/sub/status"):
+                await packs.load(HASHES, targets(24, BLOCK_BYTES))
+        await suffer(tier)
+        proxy.status = 0
+        await return_by_itself(tier)
+        assert packs.counts.mismatched == 0
     assert logged(capsys) == (1, 1, 1)
 
 
-def test_a_server_that_hangs_turns_it_off_once(s3: S3Server, capsys) -> None:
-    async def main() -> None:
-        async with guarded(s3, "hang") as (proxy, _packs, tier):
-            tier._timeout_s = 0.2
-            proxy.hang = True
-            await suffer(tier)
-            proxy.hang = False
-            tier._timeout_s = 5.0
-            await return_by_itself(tier)
-
-    run_async(main())
+async def test_a_server_that_hangs_turns_it_off_once(s3: S3Server, capsys) -> None:
+    async with guarded(s3, "hang") as (proxy, _packs, tier):
+        tier._timeout_s = 0.2
+        proxy.hang = True
+        await suffer(tier)
+        proxy.hang = False
+        tier._timeout_s = 5.0
+        await return_by_itself(tier)
     assert logged(capsys) == (1, 1, 1)
 
 
@@ -186,24 +174,18 @@ def test_a_server_that_dies_and_comes_back_empty_turns_it_off_once(capsys) -> No
     assert logged(capsys) == (1, 1, 1)
 
 
-def test_requests_that_fail_now_and_then_are_tried_again(s3: S3Server) -> None:
-    async def main() -> None:
-        async with proxy_of(s3) as proxy, make(proxy.url, "again", retries=3, refresh_s=1000.0) as packs:
+async def test_requests_that_fail_now_and_then_are_tried_again(s3: S3Server) -> None:
+    async with proxy_of(s3) as proxy, make(proxy.url, "again", retries=3, refresh_s=1000.0) as packs:
+        await packs.refresh()
+        proxy.fail_next, proxy.drop_next = 1, 1
+        assert await packs.store(HASHES, BLOCKS) == 24
+        proxy.fail_next = 2
+        await check_loads(packs)
+
+
+async def test_a_bucket_that_is_not_there_is_said(s3: S3Server) -> None:
+    async with make(s3.url, "kv", bucket="nowhere") as packs:
+        with pytest.raises(TransferError, match="creating s3://nowhere/sub"):
+            await packs.store(HASHES, BLOCKS)
+        with pytest.raises(TransferError, match="listing s3://nowhere/sub"):
             await packs.refresh()
-            proxy.fail_next, proxy.drop_next = 1, 1
-            assert await packs.store(HASHES, BLOCKS) == 24
-            proxy.fail_next = 2
-            await check_loads(packs)
-
-    run_async(main())
-
-
-def test_a_bucket_that_is_not_there_is_said(s3: S3Server) -> None:
-    async def main() -> None:
-        async with make(s3.url, "kv", bucket="nowhere") as packs:
-            with pytest.raises(TransferError, match="creating s3://nowhere/sub"):
-                await packs.store(HASHES, BLOCKS)
-            with pytest.raises(TransferError, match="listing s3://nowhere/sub"):
-                await packs.refresh()
-
-    run_async(main())

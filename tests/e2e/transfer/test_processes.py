@@ -111,103 +111,86 @@ async def _line(process: asyncio.subprocess.Process) -> str:
 
 
 @pytest.mark.parametrize("link", LISTEN)
-def test_an_idle_peer_that_is_killed_is_lost_at_once(link: str) -> None:
-    async def main() -> None:
-        async with pair(link) as two:
-            await asyncio.sleep(0.1)
-            dead = two.kill()
-            async with asyncio.timeout(10):
-                error = await two.until_lost()
-                lost_s = time.perf_counter()
-                assert lost_s - await asyncio.wrap_future(dead) < LOST_WITHIN_S
-            assert "agent owner is gone" in error.message
-            assert two.agent.counters.lost_peers == 1
-            with pytest.raises(PeerLost):
-                two.agent.prepare(Descriptors.joined([]), Descriptors.joined([]), two.peer)
-
-    asyncio.run(main())
+async def test_an_idle_peer_that_is_killed_is_lost_at_once(link: str) -> None:
+    async with pair(link) as two:
+        await asyncio.sleep(0.1)
+        dead = two.kill()
+        async with asyncio.timeout(10):
+            error = await two.until_lost()
+            lost_s = time.perf_counter()
+            assert lost_s - await asyncio.wrap_future(dead) < LOST_WITHIN_S
+        assert "agent owner is gone" in error.message
+        assert two.agent.counters.lost_peers == 1
+        with pytest.raises(PeerLost):
+            two.agent.prepare(Descriptors.joined([]), Descriptors.joined([]), two.peer)
 
 
 @pytest.mark.parametrize("op", TransferOp)
 @pytest.mark.parametrize(("link", "transport"), [("unix", "shm"), ("unix", "tcp"), ("tcp", "tcp")])
-def test_a_peer_that_is_killed_mid_transfer_is_an_error_at_once(
+async def test_a_peer_that_is_killed_mid_transfer_is_an_error_at_once(
     link: str, transport: str, op: TransferOp
 ) -> None:
     """Transfers are posted without a pause, so that the peer dies during one, and the next one is refused."""
 
-    async def main() -> None:
-        async with pair(link, transport) as two:
-            here = two.agent.register(np.zeros(SIZE_BYTES, np.uint8))
-            prepared = two.agent.prepare(here.ranges(), two.peer.region("shared").ranges(), two.peer)
-            await prepared.post(op).wait()  # the first touch of memory may take a while
-            done = 0
-            dead: list[Future[float]] = []
+    async with pair(link, transport) as two:
+        here = two.agent.register(np.zeros(SIZE_BYTES, np.uint8))
+        prepared = two.agent.prepare(here.ranges(), two.peer.region("shared").ranges(), two.peer)
+        await prepared.post(op).wait()  # the first touch of memory may take a while
+        done = 0
+        dead: list[Future[float]] = []
 
-            async def post_for_ever() -> None:
-                nonlocal done
-                while True:
-                    await prepared.post(op).wait()
-                    done += 1
+        async def post_for_ever() -> None:
+            nonlocal done
+            while True:
+                await prepared.post(op).wait()
+                done += 1
 
-            asyncio.get_running_loop().call_later(0.3, lambda: dead.append(two.kill()))
-            with pytest.raises(PeerLost, match="agent owner is gone"):
-                await asyncio.wait_for(post_for_ever(), 10)
-            lost_s = time.perf_counter()
-            assert lost_s - await asyncio.wrap_future(dead[0]) < LOST_WITHIN_S
-            assert done > 0
-            assert two.agent.transfers_under_way == 0
-            await two.agent.deregister(here)
-
-    asyncio.run(main())
+        asyncio.get_running_loop().call_later(0.3, lambda: dead.append(two.kill()))
+        with pytest.raises(PeerLost, match="agent owner is gone"):
+            await asyncio.wait_for(post_for_ever(), 10)
+        lost_s = time.perf_counter()
+        assert lost_s - await asyncio.wrap_future(dead[0]) < LOST_WITHIN_S
+        assert done > 0
+        assert two.agent.transfers_under_way == 0
+        await two.agent.deregister(here)
 
 
 @pytest.mark.parametrize("link", LISTEN)
-def test_a_peer_that_stops_is_lost_within_the_heartbeats_timeout(link: str) -> None:
-    async def main() -> None:
-        async with pair(link) as two:
-            await asyncio.sleep(0.1)
-            stopped_s = time.perf_counter()
-            os.kill(two.pid, signal.SIGSTOP)
-            async with asyncio.timeout(10):
-                error = await two.until_lost()
-            assert time.perf_counter() - stopped_s < HEARTBEAT_TIMEOUT_S + LOST_WITHIN_S
-            assert "agent owner is gone" in error.message
-
-    asyncio.run(main())
+async def test_a_peer_that_stops_is_lost_within_the_heartbeats_timeout(link: str) -> None:
+    async with pair(link) as two:
+        await asyncio.sleep(0.1)
+        stopped_s = time.perf_counter()
+        os.kill(two.pid, signal.SIGSTOP)
+        async with asyncio.timeout(10):
+            error = await two.until_lost()
+        assert time.perf_counter() - stopped_s < HEARTBEAT_TIMEOUT_S + LOST_WITHIN_S
+        assert "agent owner is gone" in error.message
 
 
-def test_a_peer_that_stops_in_a_transfer_is_lost_within_the_heartbeats_timeout() -> None:
+async def test_a_peer_that_stops_in_a_transfer_is_lost_within_the_heartbeats_timeout() -> None:
     """What the peer's process has to do itself does not wait for it any longer."""
 
-    async def main() -> None:
-        async with pair("tcp", "tcp") as two:
-            here = two.agent.register(np.zeros(SIZE_BYTES, np.uint8))
-            os.kill(two.pid, signal.SIGSTOP)
-            stopped_s = time.perf_counter()
-            read = two.agent.post(
-                TransferOp.READ, here.ranges(), two.peer.region("shared").ranges(), two.peer
-            )
-            async with asyncio.timeout(10):
-                with pytest.raises(PeerLost, match="agent owner is gone"):
-                    await read.wait()
-            assert time.perf_counter() - stopped_s < HEARTBEAT_TIMEOUT_S + LOST_WITHIN_S
-
-    asyncio.run(main())
+    async with pair("tcp", "tcp") as two:
+        here = two.agent.register(np.zeros(SIZE_BYTES, np.uint8))
+        os.kill(two.pid, signal.SIGSTOP)
+        stopped_s = time.perf_counter()
+        read = two.agent.post(TransferOp.READ, here.ranges(), two.peer.region("shared").ranges(), two.peer)
+        async with asyncio.timeout(10):
+            with pytest.raises(PeerLost, match="agent owner is gone"):
+                await read.wait()
+        assert time.perf_counter() - stopped_s < HEARTBEAT_TIMEOUT_S + LOST_WITHIN_S
 
 
 @pytest.mark.parametrize("link", LISTEN)
-def test_idle_agents_use_next_to_no_cpu(link: str) -> None:
+async def test_idle_agents_use_next_to_no_cpu(link: str) -> None:
     """Both run in processes of their own, so that nothing of other tests counts."""
 
-    async def main() -> None:
-        async with asyncio.timeout(120):
-            shares: list[list[float]] = []
-            while len(shares) < IDLE_TRIES and (not shares or max(shares[-1]) >= IDLE_SHARE_MAX):
-                if (measured := await _idle_shares(link)) is not None:
-                    shares.append(measured)
-        assert max(shares[-1]) < IDLE_SHARE_MAX, f"{shares} of a core"
-
-    asyncio.run(main())
+    async with asyncio.timeout(120):
+        shares: list[list[float]] = []
+        while len(shares) < IDLE_TRIES and (not shares or max(shares[-1]) >= IDLE_SHARE_MAX):
+            if (measured := await _idle_shares(link)) is not None:
+                shares.append(measured)
+    assert max(shares[-1]) < IDLE_SHARE_MAX, f"{shares} of a core"
 
 
 async def _idle_shares(link: str) -> list[float] | None:

@@ -111,10 +111,10 @@ def run_scenario(scenario, *arguments: str, **more: Any) -> None:
 
 
 @WRITERS
-def test_memory_is_in_quarantine_while_a_stopped_writer_could_go_on(
+async def test_memory_is_in_quarantine_while_a_stopped_writer_could_go_on(
     transport: str, environment: Mapping[str, str]
 ) -> None:
-    async def scenario(scene: Scene) -> None:
+    async with run_scenario(transport, environment=environment) as scene:
         scene.stop_in_the_middle()
         with pytest.raises(MemoryInUse, match="agent writer, which neither answers nor ends"):
             await scene.owner.deregister(scene.given)
@@ -128,14 +128,12 @@ def test_memory_is_in_quarantine_while_a_stopped_writer_could_go_on(
             await scene.owner.deregister(scene.given)
         await scene.expect_untouched()
 
-    run_scenario(scenario, transport, environment=environment)
-
 
 @WRITERS
-def test_memory_is_free_when_the_stopped_writer_is_killed(
+async def test_memory_is_free_when_the_stopped_writer_is_killed(
     transport: str, environment: Mapping[str, str]
 ) -> None:
-    async def scenario(scene: Scene) -> None:
+    async with run_scenario(transport, environment=environment) as scene:
         scene.stop_in_the_middle()
         with pytest.raises(MemoryInUse):
             await scene.owner.deregister(scene.given)
@@ -144,11 +142,9 @@ def test_memory_is_free_when_the_stopped_writer_is_killed(
         assert not scene.owner.quarantined
         await scene.expect_untouched()
 
-    run_scenario(scenario, transport, environment=environment)
 
-
-def test_a_writer_that_was_lost_before_may_still_write() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_writer_that_was_lost_before_may_still_write() -> None:
+    async with run_scenario("shm") as scene:
         scene.stop_in_the_middle()
         async with asyncio.timeout(FREE_WITHIN_S):
             while scene.owner._connections._links:  # noqa: ASYNC110 - until its heartbeats are missed
@@ -159,32 +155,26 @@ def test_a_writer_that_was_lost_before_may_still_write() -> None:
         await scene.until_free()
         await scene.expect_untouched()
 
-    run_scenario(scenario, "shm")
-
 
 @pytest.mark.parametrize("listen", ["unix", "tcp://127.0.0.1:0"])
-def test_what_only_the_owner_itself_receives_is_free_at_once(listen: str) -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_what_only_the_owner_itself_receives_is_free_at_once(listen: str) -> None:
+    async with run_scenario("tcp", listen) as scene:
         scene.stop_in_the_middle()
         await scene.owner.deregister(scene.given)
         scene.go_on()
         await scene.expect_untouched()
 
-    run_scenario(scenario, "tcp", listen)
 
-
-def test_an_agent_that_closes_says_what_is_not_free() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_an_agent_that_closes_says_what_is_not_free() -> None:
+    async with run_scenario("shm") as scene:
         scene.stop_in_the_middle()
         with pytest.raises(MemoryInUse, match="agent writer"):
             await scene.owner.close()
         scene.child.kill()
 
-    run_scenario(scenario, "shm")
 
-
-def test_a_writer_that_answers_is_not_waited_for() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_writer_that_answers_is_not_waited_for() -> None:
+    async with run_scenario("shm", heartbeat_timeout_s=LONG_HEARTBEAT_TIMEOUT_S) as scene:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         await scene.owner.deregister(scene.given)
@@ -193,51 +183,46 @@ def test_a_writer_that_answers_is_not_waited_for() -> None:
         await scene.owner.close()
         assert np.all(scene.arena.array == UNTOUCHED)
 
-    run_scenario(scenario, "shm", heartbeat_timeout_s=LONG_HEARTBEAT_TIMEOUT_S)
-
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
 @pytest.mark.parametrize("op", [TransferOp.READ, TransferOp.WRITE])
-def test_own_memory_is_in_quarantine_while_nixl_may_move_it_for_a_stopped_owner(
+async def test_own_memory_is_in_quarantine_while_nixl_may_move_it_for_a_stopped_owner(
     op: TransferOp, end: signal.Signals
 ) -> None:
     config = TransferConfig(listen=("unix",), heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, transports=("nixl",))
 
-    async def main() -> None:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(Path(__file__).parents[1] / "helpers" / "transfer_owner.py"),
-            config.model_dump_json(),
-            str(SIZE_BYTES),
-            env=os.environ | UCX_OVER_TCP,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert child.stdout is not None
-        try:
-            metadata = bytes.fromhex((await child.stdout.readline()).decode())
-            with Arena.create(SIZE_BYTES) as arena:
-                async with TransferAgent("initiator", config) as agent:
-                    here = agent.register(arena)
-                    peer = await agent.connect(metadata)
-                    ranges = here.ranges(), peer.region("shared").ranges()
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).parents[1] / "helpers" / "transfer_owner.py"),
+        config.model_dump_json(),
+        str(SIZE_BYTES),
+        env=os.environ | UCX_OVER_TCP,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    try:
+        metadata = bytes.fromhex((await child.stdout.readline()).decode())
+        with Arena.create(SIZE_BYTES) as arena:
+            async with TransferAgent("initiator", config) as agent:
+                here = agent.register(arena)
+                peer = await agent.connect(metadata)
+                ranges = here.ranges(), peer.region("shared").ranges()
+                await agent.post(op, *ranges, peer).wait()
+                os.kill(child.pid, signal.SIGSTOP)
+                with pytest.raises(PeerLost):
                     await agent.post(op, *ranges, peer).wait()
-                    os.kill(child.pid, signal.SIGSTOP)
-                    with pytest.raises(PeerLost):
-                        await agent.post(op, *ranges, peer).wait()
-                    with pytest.raises(MemoryInUse, match="by what was cancelled"):
-                        await agent.deregister(here)
-                    assert agent.quarantined == (here,)
-                    os.kill(child.pid, end)
-                    async with asyncio.timeout(FREE_WITHIN_S):
-                        while agent.quarantined:  # noqa: ASYNC110 - UCX ends what it had posted
-                            await asyncio.sleep(0.02)
+                with pytest.raises(MemoryInUse, match="by what was cancelled"):
                     await agent.deregister(here)
-                    arena.array[:] = UNTOUCHED
-                    await asyncio.sleep(0.3)
-                    assert (arena.array == UNTOUCHED).all()
-        finally:
-            with suppress(ProcessLookupError):
-                child.kill()
-            await child.wait()
-
-    asyncio.run(main())
+                assert agent.quarantined == (here,)
+                os.kill(child.pid, end)
+                async with asyncio.timeout(FREE_WITHIN_S):
+                    while agent.quarantined:  # noqa: ASYNC110 - UCX ends what it had posted
+                        await asyncio.sleep(0.02)
+                await agent.deregister(here)
+                arena.array[:] = UNTOUCHED
+                await asyncio.sleep(0.3)
+                assert (arena.array == UNTOUCHED).all()
+    finally:
+        with suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()

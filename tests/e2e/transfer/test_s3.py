@@ -84,84 +84,69 @@ class TestObjectTransportOnS3(TransportSuite):
         return OwnStorage(transport, region)
 
 
-def test_another_agent_finds_what_one_has_written(s3: S3Server) -> None:
-    async def main() -> None:
-        async with _storing(_region(s3.url)) as writer:
-            await writer.move(WRITE)
-            written = writer.memory.copy()
-        async with _storing(_region(s3.url)) as reader:
-            reader.memory[:] = 0
-            await reader.move(READ)
-            assert np.array_equal(reader.memory, written)
-
-    run_async(main())
+async def test_another_agent_finds_what_one_has_written(s3: S3Server) -> None:
+    async with _storing(_region(s3.url)) as writer:
+        await writer.move(WRITE)
+        written = writer.memory.copy()
+    async with _storing(_region(s3.url)) as reader:
+        reader.memory[:] = 0
+        await reader.move(READ)
+        assert np.array_equal(reader.memory, written)
 
 
-def test_an_object_that_changed_in_the_store_is_an_error(s3: S3Server) -> None:
-    async def main() -> None:
-        async with _storing(_region(s3.url, prefix="changed")) as storing:
-            await storing.move(WRITE)
-            region = _region(s3.url)
-            store = obstore.store.from_url(
-                region.store, config=region.options, client_options={"allow_http": True}
-            )
-            raw = bytes(obstore.get(store, "changed/00000001").bytes())
-            obstore.put(store, "changed/00000001", raw[:-1] + bytes([raw[-1] ^ 1]))
-            with pytest.raises(
-                ChecksumMismatch, match=r"s3://bucket/sub/changed/00000001: the block .* at 1044480"
-            ):
-                await storing.move(READ)
-
-    run_async(main())
-
-
-def test_errors_of_the_server_are_tried_again_for_a_while(s3: S3Server) -> None:
-    async def main() -> None:
-        async with proxy_of(s3) as front, _storing(_region(front.url, prefix="busy")) as storing:
-            front.fail_next, front.drop_next = 2, 1
-            await storing.move(WRITE)
-            front.fail_next = 2
+async def test_an_object_that_changed_in_the_store_is_an_error(s3: S3Server) -> None:
+    async with _storing(_region(s3.url, prefix="changed")) as storing:
+        await storing.move(WRITE)
+        region = _region(s3.url)
+        store = obstore.store.from_url(
+            region.store, config=region.options, client_options={"allow_http": True}
+        )
+        raw = bytes(obstore.get(store, "changed/00000001").bytes())
+        obstore.put(store, "changed/00000001", raw[:-1] + bytes([raw[-1] ^ 1]))
+        with pytest.raises(
+            ChecksumMismatch, match=r"s3://bucket/sub/changed/00000001: the block .* at 1044480"
+        ):
             await storing.move(READ)
-            assert len(front.seen) == 3 + 3 + 3 + 2
-            front.fail_next = 1000
-            with pytest.raises(
-                TransferError,
-                match=r"putting \d+ bytes to s3://bucket/sub/busy/0000000\d: .*503 .*after 3 retries|503",
-            ) as caught:
-                await storing.move(WRITE)
-            assert "secret-of-the-test" not in str(caught.value)
-            assert 1000 - front.fail_next <= 3 * 4
-
-    run_async(main())
 
 
-def test_a_server_that_hangs_is_an_error_in_time(s3: S3Server) -> None:
-    async def main() -> None:
-        async with (
-            proxy_of(s3) as front,
-            _storing(_region(front.url, prefix="hung"), request_timeout_s=0.5) as storing,
-        ):
-            front.hang = True
-            for op in (WRITE, READ):
-                async with asyncio.timeout(10):
-                    with pytest.raises(TransferError, match="s3://bucket/sub/hung/0000000"):
-                        await storing.move(op)
+async def test_errors_of_the_server_are_tried_again_for_a_while(s3: S3Server) -> None:
+    async with proxy_of(s3) as front, _storing(_region(front.url, prefix="busy")) as storing:
+        front.fail_next, front.drop_next = 2, 1
+        await storing.move(WRITE)
+        front.fail_next = 2
+        await storing.move(READ)
+        assert len(front.seen) == 3 + 3 + 3 + 2
+        front.fail_next = 1000
+        with pytest.raises(
+            TransferError,
+            match=r"putting \d+ bytes to s3://bucket/sub/busy/0000000\d: .*503 .*after 3 retries|503",
+        ) as caught:
+            await storing.move(WRITE)
+        assert "secret-of-the-test" not in str(caught.value)
+        assert 1000 - front.fail_next <= 3 * 4
 
-    run_async(main())
 
-
-def test_a_read_waits_for_nothing_once_its_deadline_is_over(s3: S3Server) -> None:
-    async def main() -> None:
-        async with (
-            proxy_of(s3) as front,
-            _storing(_region(front.url, prefix="hung"), request_timeout_s=25) as storing,
-        ):
-            front.hang = True
+async def test_a_server_that_hangs_is_an_error_in_time(s3: S3Server) -> None:
+    async with (
+        proxy_of(s3) as front,
+        _storing(_region(front.url, prefix="hung"), request_timeout_s=0.5) as storing,
+    ):
+        front.hang = True
+        for op in (WRITE, READ):
             async with asyncio.timeout(10):
-                with pytest.raises(DeadlineExceeded):
-                    await storing.move(READ, timeout_s=0.1)
+                with pytest.raises(TransferError, match="s3://bucket/sub/hung/0000000"):
+                    await storing.move(op)
 
-    run_async(main())
+
+async def test_a_read_waits_for_nothing_once_its_deadline_is_over(s3: S3Server) -> None:
+    async with (
+        proxy_of(s3) as front,
+        _storing(_region(front.url, prefix="hung"), request_timeout_s=25) as storing,
+    ):
+        front.hang = True
+        async with asyncio.timeout(10):
+            with pytest.raises(DeadlineExceeded):
+                await storing.move(READ, timeout_s=0.1)
 
 
 def test_a_server_that_dies_under_way_is_an_error_and_may_come_back() -> None:
@@ -185,11 +170,8 @@ def test_a_server_that_dies_under_way_is_an_error_and_may_come_back() -> None:
         server.kill()
 
 
-def test_a_bucket_that_is_not_there_is_refused(s3: S3Server) -> None:
-    async def main() -> None:
-        async with _storing(_region(s3.url, bucket="nowhere")) as storing:
-            for op in (READ, WRITE):
-                with pytest.raises(TransferRefused, match=r"s3://nowhere/sub/kv/0000000.*NoSuchBucket"):
-                    await storing.move(op)
-
-    run_async(main())
+async def test_a_bucket_that_is_not_there_is_refused(s3: S3Server) -> None:
+    async with _storing(_region(s3.url, bucket="nowhere")) as storing:
+        for op in (READ, WRITE):
+            with pytest.raises(TransferRefused, match=r"s3://nowhere/sub/kv/0000000.*NoSuchBucket"):
+                await storing.move(op)

@@ -66,33 +66,27 @@ def staged(scenario):
     run_async(main())
 
 
-def test_a_store_that_hangs_is_turned_off_after_a_few_late_loads():
-    async def scenario(stage, store):
+async def test_a_store_that_hangs_is_turned_off_after_a_few_late_loads():
+    async with staged() as (stage, store):
         for _ in range(3):
             assert stage.tier.locate(chain(1, 4)) == 4
             assert await late(stage) == 0
         assert stage.tier.locate(chain(1, 4)) == 0
         assert stage.tier.offload(chain(2, 4), [0, 1, 2, 3], print) == ()
 
-    staged(scenario)
 
-
-def test_loads_cancelled_for_other_reasons_say_nothing_about_the_store():
-    async def scenario(stage, store):
+async def test_loads_cancelled_for_other_reasons_say_nothing_about_the_store():
+    async with staged() as (stage, store):
         for _ in range(10):
             assert await load_into(stage.tier, chain(1, 4), [0, 1, 2, 3], cancels=True) == 0
         assert stage.tier.locate(chain(1, 4)) == 4
 
-    staged(scenario)
 
-
-def test_a_store_that_fails_brings_no_blocks_and_is_turned_off():
-    async def scenario(stage, store):
+async def test_a_store_that_fails_brings_no_blocks_and_is_turned_off():
+    async with staged() as (stage, store):
         store.mode = "fail"
         assert [await stage.load(chain(1, 4), [0, 1, 2, 3]) for _ in range(3)] == [0, 0, 0]
         assert stage.tier.locate(chain(1, 4)) == 0
-
-    staged(scenario)
 
 
 class Timed(Store):
@@ -133,8 +127,8 @@ async def turns(count=20):
         await asyncio.sleep(0.001)
 
 
-def test_the_speed_of_loads_is_known_before_a_request_has_loaded(monkeypatch):
-    async def scenario(tier, store):
+async def test_the_speed_of_loads_is_known_before_a_request_has_loaded(monkeypatch):
+    async with timed() as (tier, store):
         assert tier.load_s(4) == 0
         await turns()
         assert tier.load_s(4) > 0
@@ -151,22 +145,18 @@ def test_the_speed_of_loads_is_known_before_a_request_has_loaded(monkeypatch):
         await turns()
         assert store.loads == 3, "old measurements are made again in the background"
 
-    timed(scenario)
 
-
-def test_a_store_that_cannot_be_reached_at_the_start_is_off_at_once(capsys):
-    async def scenario(tier, store):
+async def test_a_store_that_cannot_be_reached_at_the_start_is_off_at_once(capsys):
+    async with timed() as (tier, store):
         store.on_failed(TransferError("no such bucket"))
         assert tier.is_off
         assert tier.offload_room == 0
         store.on_failed(TransferError("no such bucket"))
-
-    timed(scenario)
     assert "".join(capsys.readouterr()).count("kv_tier_off") == 1
 
 
-def test_it_takes_no_more_than_it_writes_in_two_seconds():
-    async def scenario(tier, store):
+async def test_it_takes_no_more_than_it_writes_in_two_seconds():
+    async with timed() as (tier, store):
         store.storing_room = 10_000
         assert tier.offload_room == 10_000
         tier._store_speed.measure(100, 1.0)
@@ -176,5 +166,3 @@ def test_it_takes_no_more_than_it_writes_in_two_seconds():
         tier._store_speed.measure(100_000, 1e6)
         tier._storing_blocks = 0
         assert tier.offload_room == 32, "a slow store still gets a few"
-
-    timed(scenario)

@@ -1,11 +1,12 @@
 """An agent's own memory, bounds and habits, on virtual time: the copies of transport memory need no socket."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 
-from penstock.core.descriptors import Region
+from penstock.core.descriptors import Region, TransferCost
 from penstock.core.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -14,11 +15,11 @@ from penstock.core.errors import (
     TransferError,
     TransferRefused,
 )
-from penstock.sim.loop.loop import run_virtual
 from penstock.transfer import MemoryKind, TransferAgent, TransferConfig, TransferOp, TransferState
 from penstock.transfer.transports.memory import MemoryTransport
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
+pytestmark = pytest.mark.virtual
 IN_PROCESS = TransferConfig(listen=("memory",), transfers_max=2, notifications_max=3)
 
 
@@ -44,8 +45,6 @@ class _SlowChannel:
         return None
 
     def cost(self, op):
-        from penstock.core.descriptors import TransferCost
-
         return TransferCost(1.0, 0.0, 1e9)
 
     def prepare(self, op, pairs, *, checksum):
@@ -65,24 +64,22 @@ class _SlowChannel:
     async def close(self): ...
 
 
-def _play(scenario, config=IN_PROCESS):
-    async def main():
-        transports = [SlowTransport(), SlowTransport()]
-        async with (
-            TransferAgent("a", config, transports=transports[:1]) as agent,
-            TransferAgent("b", config, transports=transports[1:]) as owner,
-        ):
-            local = agent.register(np.zeros(64, np.uint8), "here")
-            owned = owner.register(np.zeros(64, np.uint8), "there")
-            peer = await agent.connect(owner.metadata())
-            prepared = agent.prepare(local.ranges(), peer.region("there").ranges(), peer)
-            await scenario(agent, owner, transports[0], prepared, owned)
-
-    run_virtual(main())
+@asynccontextmanager
+async def _play():
+    transports = [SlowTransport(), SlowTransport()]
+    async with (
+        TransferAgent("a", IN_PROCESS, transports=transports[:1]) as agent,
+        TransferAgent("b", IN_PROCESS, transports=transports[1:]) as owner,
+    ):
+        local = agent.register(np.zeros(64, np.uint8), "here")
+        owned = owner.register(np.zeros(64, np.uint8), "there")
+        peer = await agent.connect(owner.metadata())
+        prepared = agent.prepare(local.ranges(), peer.region("there").ranges(), peer)
+        yield agent, owner, transports[0], prepared, owned
 
 
-def test_a_transfer_is_pending_until_it_ends_and_then_notifies():
-    async def scenario(agent, owner, transport, prepared, _owned):
+async def test_a_transfer_is_pending_until_it_ends_and_then_notifies():
+    async with _play() as (agent, owner, transport, prepared, _owned):
         handle = prepared.post(WRITE, notify=b"done")
         await asyncio.sleep(1)
         assert handle.state is TransferState.PENDING
@@ -92,11 +89,9 @@ def test_a_transfer_is_pending_until_it_ends_and_then_notifies():
         assert await anext(owner.notifications()) == ("a", b"done")
         assert agent.transfers_under_way == 0
 
-    _play(scenario)
 
-
-def test_more_transfers_than_allowed_are_refused():
-    async def scenario(_agent, _owner, transport, prepared, _owned):
+async def test_more_transfers_than_allowed_are_refused():
+    async with _play() as (_agent, _owner, transport, prepared, _owned):
         first, second = prepared.post(READ), prepared.post(READ)
         with pytest.raises(Overloaded, match=r"2 transfers .*transfers_max"):
             prepared.post(READ)
@@ -105,11 +100,9 @@ def test_more_transfers_than_allowed_are_refused():
         await second.wait()
         await prepared.post(READ).wait()
 
-    _play(scenario)
 
-
-def test_deadlines_are_the_configured_ones_unless_given():
-    async def scenario(_agent, _owner, _transport, prepared, _owned):
+async def test_deadlines_are_the_configured_ones_unless_given():
+    async with _play() as (_agent, _owner, _transport, prepared, _owned):
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         with pytest.raises(DeadlineExceeded, match="within 30 s"):
@@ -119,11 +112,9 @@ def test_deadlines_are_the_configured_ones_unless_given():
             await prepared.post(READ, timeout_s=2).wait()
         assert loop.time() - began_s == pytest.approx(32)
 
-    _play(scenario)
 
-
-def test_cancelling_the_wait_leaves_the_transfer_alone():
-    async def scenario(_agent, _owner, transport, prepared, _owned):
+async def test_cancelling_the_wait_leaves_the_transfer_alone():
+    async with _play() as (_agent, _owner, transport, prepared, _owned):
         handle = prepared.post(READ)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
@@ -132,11 +123,9 @@ def test_cancelling_the_wait_leaves_the_transfer_alone():
         transport.free.set()
         await handle.wait()
 
-    _play(scenario)
 
-
-def test_cancel_before_the_first_turn_and_after_the_end():
-    async def scenario(agent, _owner, transport, prepared, _owned):
+async def test_cancel_before_the_first_turn_and_after_the_end():
+    async with _play() as (agent, _owner, transport, prepared, _owned):
         handle = prepared.post(READ)
         handle.cancel()
         with pytest.raises(TransferCancelled):
@@ -149,11 +138,9 @@ def test_cancel_before_the_first_turn_and_after_the_end():
         assert agent.counters.cancelled_transfers == 1
         assert agent.transfers_under_way == 0
 
-    _play(scenario)
 
-
-def test_a_fault_of_a_transport_is_an_error_of_the_transfer_only():
-    async def scenario(agent, _owner, transport, prepared, _owned):
+async def test_a_fault_of_a_transport_is_an_error_of_the_transfer_only():
+    async with _play() as (agent, _owner, transport, prepared, _owned):
         transport.fault = KeyError("oops")
         transport.free.set()
         with pytest.raises(TransferError, match="KeyError"):
@@ -163,11 +150,9 @@ def test_a_fault_of_a_transport_is_an_error_of_the_transfer_only():
         assert agent.counters.failed_transfers == {"memory": 1}
         assert agent.counters.transfers == {"memory": 1}
 
-    _play(scenario)
 
-
-def test_a_peer_that_is_gone_ends_its_transfers():
-    async def scenario(_agent, owner, _transport, prepared, _owned):
+async def test_a_peer_that_is_gone_ends_its_transfers():
+    async with _play() as (_agent, owner, _transport, prepared, _owned):
         handle = prepared.post(READ)
         await owner.close()
         with pytest.raises(PeerLost, match="agent b is gone"):
@@ -175,24 +160,9 @@ def test_a_peer_that_is_gone_ends_its_transfers():
         with pytest.raises(PeerLost):
             prepared.post(READ)
 
-    _play(scenario)
 
-
-def test_deregistering_waits_for_the_peers_that_use_the_region():
-    async def scenario(agent, owner, _transport, prepared, owned):
-        handle = prepared.post(READ)
-        await asyncio.sleep(0.1)
-        await owner.deregister(owned)
-        assert handle.state is TransferState.FAILED
-        assert agent.transfers_under_way == 0
-        with pytest.raises(TransferRefused, match="is gone"):
-            prepared.post(READ)
-
-    _play(scenario)
-
-
-def test_notifications_that_nobody_reads_end_the_link():
-    async def scenario(agent, owner, _transport, prepared, _owned):
+async def test_notifications_that_nobody_reads_end_the_link():
+    async with _play() as (agent, owner, _transport, prepared, _owned):
         for _ in range(5):
             agent.send_notification("b", b"x")
         await asyncio.sleep(0.1)
@@ -200,17 +170,13 @@ def test_notifications_that_nobody_reads_end_the_link():
         with pytest.raises(PeerLost, match="notifications"):
             prepared.post(READ)
 
-    _play(scenario)
 
-
-def test_a_notification_that_is_too_long_is_refused():
-    async def scenario(agent, _owner, _transport, prepared, _owned):
+async def test_a_notification_that_is_too_long_is_refused():
+    async with _play() as (agent, _owner, _transport, prepared, _owned):
         with pytest.raises(TransferRefused, match="notification of"):
             agent.send_notification("b", bytes(2 << 20))
         with pytest.raises(TransferRefused, match="notification of"):
             prepared.post(READ, notify=bytes(2 << 20))
-
-    _play(scenario)
 
 
 @pytest.mark.parametrize(
@@ -222,51 +188,28 @@ def test_a_notification_that_is_too_long_is_refused():
         (Region(kind=MemoryKind.FILE, size_bytes=4), "no transport has any use for it"),
     ],
 )
-def test_what_is_no_memory_is_refused(memory, why):
-    async def scenario():
-        async with TransferAgent("a", IN_PROCESS, transports=[SlowTransport()]) as agent:
-            with pytest.raises(TransferRefused, match=why):
-                agent.register(memory)
-
-    run_virtual(scenario())
+async def test_what_is_no_memory_is_refused(memory, why):
+    async with TransferAgent("a", IN_PROCESS, transports=[SlowTransport()]) as agent:
+        with pytest.raises(TransferRefused, match=why):
+            agent.register(memory)
 
 
-def test_read_only_memory_is_a_source_and_no_target():
-    async def scenario():
-        async with TransferAgent("a", IN_PROCESS) as agent:
-            source = agent.register(b"sixteen bytes...", "text")
-            target = agent.register(bytearray(16))
-            await agent.post(WRITE, source.ranges(), target.ranges()).wait()
-            assert target.region.owner[0] == b"sixteen bytes..."
-            with pytest.raises(TransferRefused, match="read-only"):
-                agent.post(READ, source.ranges(), target.ranges())
-            with pytest.raises(TransferRefused, match="read-only"):
-                agent.post(WRITE, target.ranges(), source.ranges())
-
-    run_virtual(scenario())
+async def test_read_only_memory_is_a_source_and_no_target():
+    async with TransferAgent("a", IN_PROCESS) as agent:
+        source = agent.register(b"sixteen bytes...", "text")
+        target = agent.register(bytearray(16))
+        await agent.post(WRITE, source.ranges(), target.ranges()).wait()
+        assert target.region.owner[0] == b"sixteen bytes..."
+        with pytest.raises(TransferRefused, match="read-only"):
+            agent.post(READ, source.ranges(), target.ranges())
+        with pytest.raises(TransferRefused, match="read-only"):
+            agent.post(WRITE, target.ranges(), source.ranges())
 
 
-def test_an_agent_that_is_not_open_moves_nothing():
-    async def scenario():
-        agent = TransferAgent("a", IN_PROCESS)
-        async with agent:
-            own = agent.register(bytearray(16))
-            prepared = agent.prepare(own.ranges(0, 8), own.ranges(8, 8))
-        with pytest.raises(TransferError):
-            prepared.post(WRITE)
-
-    run_virtual(scenario())
-
-
-def test_a_region_is_known_by_the_name_it_is_registered_with_or_else_by_its_own():
-    async def main():
-        async with TransferAgent("a", IN_PROCESS) as agent, TransferAgent("b", IN_PROCESS) as owner:
-            memory = np.zeros(64, np.uint8)
-            region = Region(MemoryKind.DRAM, 64, "own", memory.ctypes.data, owner=memory)
-            owned = [owner.register(region), owner.register(region, "given")]
-            peer = await agent.connect(owner.metadata(owned))
-            assert [peer.region(name).region_id for name in ("own", "given")] == [
-                one.region_id for one in owned
-            ]
-
-    run_virtual(main())
+async def test_a_region_is_known_by_the_name_it_is_registered_with_or_else_by_its_own():
+    async with TransferAgent("a", IN_PROCESS) as agent, TransferAgent("b", IN_PROCESS) as owner:
+        memory = np.zeros(64, np.uint8)
+        region = Region(MemoryKind.DRAM, 64, "own", memory.ctypes.data, owner=memory)
+        owned = [owner.register(region), owner.register(region, "given")]
+        peer = await agent.connect(owner.metadata(owned))
+        assert [peer.region(name).region_id for name in ("own", "given")] == [one.region_id for one in owned]

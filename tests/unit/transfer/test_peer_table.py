@@ -1,6 +1,7 @@
 """Meeting and losing peers, on virtual time."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from itertools import count
 
 import numpy as np
@@ -10,14 +11,13 @@ from penstock.core.errors import (
     ConfigError,
     Overloaded,
     PeerLost,
-    ProtocolError,
     TransferError,
     TransferRefused,
 )
-from penstock.sim.loop.loop import run_virtual
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.transports.memory import MemoryTransport
 
+pytestmark = pytest.mark.virtual
 IN_PROCESS = TransferConfig(listen=("memory",), notifications_max=2, transports=("memory",))
 
 
@@ -44,16 +44,14 @@ class HesitantTransport(MemoryTransport):
         return channel
 
 
-def _play(scenario):
-    async def main():
-        transport = HesitantTransport()
-        async with (
-            TransferAgent("a", IN_PROCESS, transports=[transport]) as agent,
-            TransferAgent("b", IN_PROCESS) as owner,
-        ):
-            await scenario(agent, owner, transport)
-
-    run_virtual(main())
+@asynccontextmanager
+async def _play():
+    transport = HesitantTransport()
+    async with (
+        TransferAgent("a", IN_PROCESS, transports=[transport]) as agent,
+        TransferAgent("b", IN_PROCESS) as owner,
+    ):
+        yield agent, owner, transport
 
 
 async def _moves(agent, peer):
@@ -61,8 +59,8 @@ async def _moves(agent, peer):
     await agent.post(TransferOp.READ, here.ranges(), peer.region("kv").ranges(), peer).wait()
 
 
-def test_a_connect_that_is_cancelled_halfway_leaves_nobody_half_known():
-    async def scenario(agent, owner, transport):
+async def test_a_connect_that_is_cancelled_halfway_leaves_nobody_half_known():
+    async with _play() as (agent, owner, transport):
         owner.register(np.zeros(8, np.uint8), "kv")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
@@ -71,25 +69,9 @@ def test_a_connect_that_is_cancelled_halfway_leaves_nobody_half_known():
         transport.may.set()
         await _moves(agent, await agent.connect(owner.metadata()))
 
-    _play(scenario)
 
-
-def test_a_connect_that_a_transport_breaks_off_leaves_nobody_half_known():
-    async def scenario(agent, owner, transport):
-        owner.register(np.zeros(8, np.uint8), "kv")
-        transport.may.set()
-        transport.fault = ProtocolError("another certificate")
-        with pytest.raises(ProtocolError, match="another certificate"):
-            await agent.connect(owner.metadata())
-        assert not agent.peers
-        transport.fault = None
-        await _moves(agent, await agent.connect(owner.metadata()))
-
-    _play(scenario)
-
-
-def test_a_transport_that_does_not_reach_a_peer_says_why():
-    async def scenario(agent, owner, transport):
+async def test_a_transport_that_does_not_reach_a_peer_says_why():
+    async with _play() as (agent, owner, transport):
         transport.may.set()
         transport.fault = TransferError("it is too far")
         owner.register(np.zeros(8, np.uint8), "kv")
@@ -100,11 +82,9 @@ def test_a_transport_that_does_not_reach_a_peer_says_why():
         with pytest.raises(TransferError, match="it is too far"):
             agent.estimate(TransferOp.READ, 8, 1, peer)
 
-    _play(scenario)
 
-
-def test_a_lost_peer_is_forgotten_with_all_that_was_opened_for_it():
-    async def scenario(agent, owner, transport):
+async def test_a_lost_peer_is_forgotten_with_all_that_was_opened_for_it():
+    async with _play() as (agent, owner, transport):
         transport.may.set()
         peer = await agent.connect(owner.metadata())
         await owner.close()
@@ -117,11 +97,9 @@ def test_a_lost_peer_is_forgotten_with_all_that_was_opened_for_it():
         with pytest.raises(PeerLost, match="agent b is not connected"):
             agent.estimate(TransferOp.READ, 8, 1, "b")
 
-    _play(scenario)
 
-
-def test_disconnecting_meanwhile_ends_a_connect():
-    async def scenario(agent, owner, transport):
+async def test_disconnecting_meanwhile_ends_a_connect():
+    async with _play() as (agent, owner, transport):
         connecting = asyncio.ensure_future(agent.connect(owner.metadata()))
         await asyncio.sleep(0.1)
         await agent.disconnect("b")
@@ -131,11 +109,9 @@ def test_disconnecting_meanwhile_ends_a_connect():
         assert not agent.peers
         assert transport.closed == 1
 
-    _play(scenario)
 
-
-def test_agents_that_are_not_open_connect_to_nobody():
-    async def scenario(agent, owner, transport):
+async def test_agents_that_are_not_open_connect_to_nobody():
+    async with _play() as (agent, owner, transport):
         connecting = asyncio.ensure_future(agent.connect(owner.metadata()))
         await asyncio.sleep(0.1)
         await agent.close()
@@ -145,11 +121,9 @@ def test_agents_that_are_not_open_connect_to_nobody():
         with pytest.raises(TransferError, match="agent a is not open"):
             await agent.connect(owner.metadata())
 
-    _play(scenario)
 
-
-def test_regions_of_two_peers_with_one_number_are_two():
-    async def scenario(agent, owner, transport):
+async def test_regions_of_two_peers_with_one_number_are_two():
+    async with _play() as (agent, owner, transport):
         transport.may.set()
         async with TransferAgent("c", IN_PROCESS) as other:
             kept = owner.register(np.zeros(8, np.uint8), "kv")
@@ -163,11 +137,9 @@ def test_regions_of_two_peers_with_one_number_are_two():
             assert agent.peers["b"].regions["kv"].info == first.info
             assert second.region_id not in agent.peers["c"].infos
 
-    _play(scenario)
 
-
-def test_what_another_agent_registered_is_refused():
-    async def scenario(agent, owner, _transport):
+async def test_what_another_agent_registered_is_refused():
+    async with _play() as (agent, owner, _transport):
         theirs = owner.register(bytearray(9))
         agent._table._ids = count(theirs.region_id)
         mine = agent.register(bytearray(8))
@@ -177,11 +149,9 @@ def test_what_another_agent_registered_is_refused():
         with pytest.raises(TransferRefused, match="by another agent"):
             await agent.deregister(theirs)
 
-    _play(scenario)
 
-
-def test_notifications_to_itself_that_nobody_reads_are_refused():
-    async def scenario(agent, _owner, _transport):
+async def test_notifications_to_itself_that_nobody_reads_are_refused():
+    async with _play() as (agent, _owner, _transport):
         own = agent.register(bytearray(16))
         prepared = agent.prepare(own.ranges(0, 8), own.ranges(8, 8))
         for _ in range(2):
@@ -192,16 +162,14 @@ def test_notifications_to_itself_that_nobody_reads_are_refused():
         assert await anext(agent.notifications()) == ("a", b"x")
         await prepared.post(TransferOp.WRITE, notify=b"x").wait()
 
-    _play(scenario)
-
 
 def test_a_transport_that_there_is_not_is_named():
     with pytest.raises(ConfigError, match=r"transports: 'smh' is unknown; there are file, .*shm"):
         TransferAgent("a", TransferConfig(transports=("smh",)))
 
 
-def test_lists_that_were_mixed_up_are_refused():
-    async def scenario(agent, owner, transport):
+async def test_lists_that_were_mixed_up_are_refused():
+    async with _play() as (agent, owner, transport):
         transport.may.set()
         owner.register(bytearray(8), "kv")
         here, peer = agent.register(bytearray(8)), await agent.connect(owner.metadata())
@@ -210,11 +178,9 @@ def test_lists_that_were_mixed_up_are_refused():
             with pytest.raises(TransferRefused, match=r"is not registered|was not given"):
                 agent.post(TransferOp.READ, *lists)
 
-    _play(scenario)
 
-
-def test_what_is_of_the_wrong_type_is_named():
-    async def scenario(agent, owner, _transport):
+async def test_what_is_of_the_wrong_type_is_named():
+    async with _play() as (agent, owner, _transport):
         own = agent.register(bytearray(16))
         ranges = own.ranges(0, 8), own.ranges(8, 8)
         with pytest.raises(TypeError, match="op: 'read'"):
@@ -223,5 +189,3 @@ def test_what_is_of_the_wrong_type_is_named():
             agent.post(TransferOp.READ, *ranges, notify="done")
         with pytest.raises(TypeError, match="agent metadata: str"):
             await agent.connect(owner.metadata().hex())
-
-    _play(scenario)

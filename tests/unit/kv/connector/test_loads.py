@@ -1,6 +1,5 @@
 """Loads of a device process, over tiers that fail."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from penstock.core.ids import BlockId
@@ -20,18 +19,15 @@ class BrokenTier(HeldTier):
         raise RuntimeError("no thread")
 
 
-def test_blocks_that_a_tier_fails_to_load_take_no_slots() -> None:
-    async def scene() -> None:
-        hashes, staging = hashes_of(1, 3), Staging(HeldTier.block_bytes, 32 * 16)
+async def test_blocks_that_a_tier_fails_to_load_take_no_slots() -> None:
+    hashes, staging = hashes_of(1, 3), Staging(HeldTier.block_bytes, 32 * 16)
 
-        async def write(targets: Sequence[int], slots: Sequence[BlockId]) -> None:
-            raise AssertionError("there is nothing to write")
+    async def write(targets: Sequence[int], slots: Sequence[BlockId]) -> None:
+        raise AssertionError("there is nothing to write")
 
-        loads = Loads([BrokenTier(hashes[:, 0].tolist())], staging, write)
-        free = staging.loads.take_now(99)
-        staging.loads.give_back(free)
-        assert (await loads.hold(hashes)).slots == []
-        assert sorted(staging.loads.take_now(99)) == sorted(free)
-        staging.close()
-
-    asyncio.run(scene())
+    loads = Loads([BrokenTier(hashes[:, 0].tolist())], staging, write)
+    free = staging.loads.take_now(99)
+    staging.loads.give_back(free)
+    assert (await loads.hold(hashes)).slots == []
+    assert sorted(staging.loads.take_now(99)) == sorted(free)
+    staging.close()

@@ -15,36 +15,33 @@ _TURNS = 20
 """Of the event loop: more than anything here takes."""
 
 
-def test_a_piece_waits_until_the_one_before_it_is_stored_and_not_only_read() -> None:
-    async def scene() -> None:
-        tier, staging = HeldTier(), Staging(HeldTier.block_bytes, 32 * 16)
-        at_once = 4
-        hashes, read_ids = hashes_of(1, 3 * at_once), list[int]()
+async def test_a_piece_waits_until_the_one_before_it_is_stored_and_not_only_read() -> None:
+    tier, staging = HeldTier(), Staging(HeldTier.block_bytes, 32 * 16)
+    at_once = 4
+    hashes, read_ids = hashes_of(1, 3 * at_once), list[int]()
 
-        async def read(block_ids: Sequence[int], slots: Sequence[BlockId]) -> None:
-            read_ids.extend(block_ids)
+    async def read(block_ids: Sequence[int], slots: Sequence[BlockId]) -> None:
+        read_ids.extend(block_ids)
 
-        offloads = Offloads([tier], staging, read, on_begin=lambda: None, on_end=lambda: None)
-        saving = asyncio.get_running_loop().create_task(
-            offloads.save(SaveOrder(1, hashes, 0, list(range(100, 112))))
-        )
-        for number in range(3):
-            await _turns()
-            assert len(tier.offloads) == number + 1
-            keys, block_ids, done = tier.offloads[-1]
-            done(block_ids)
-            await _turns()
-            assert len(tier.offloads) == number + 1, "it has read the slots, and not stored the blocks"
-            tier.keys |= set(keys)
-            offloads.changed()
-        await saving
-        assert read_ids == list(range(100, 112))
-        staging.close()
-
-    asyncio.run(scene())
+    offloads = Offloads([tier], staging, read, on_begin=lambda: None, on_end=lambda: None)
+    saving = asyncio.get_running_loop().create_task(
+        offloads.save(SaveOrder(1, hashes, 0, list(range(100, 112))))
+    )
+    for number in range(3):
+        await _turns()
+        assert len(tier.offloads) == number + 1
+        keys, block_ids, done = tier.offloads[-1]
+        done(block_ids)
+        await _turns()
+        assert len(tier.offloads) == number + 1, "it has read the slots, and not stored the blocks"
+        tier.keys |= set(keys)
+        offloads.changed()
+    await saving
+    assert read_ids == list(range(100, 112))
+    staging.close()
 
 
-def test_a_tier_that_raises_costs_its_blocks_and_holds_up_no_later_save() -> None:
+async def test_a_tier_that_raises_costs_its_blocks_and_holds_up_no_later_save() -> None:
     class BrokenTier(HeldTier):
         is_broken = True
 
@@ -58,25 +55,22 @@ def test_a_tier_that_raises_costs_its_blocks_and_holds_up_no_later_save() -> Non
                 raise RuntimeError("no thread")
             return super().offload(block_hashes, block_ids, done)
 
-    async def scene() -> None:
-        tier, staging = BrokenTier(), Staging(HeldTier.block_bytes, 32 * 16)
-        free = staging.saves.take_now(99)
-        staging.saves.give_back(free)
+    tier, staging = BrokenTier(), Staging(HeldTier.block_bytes, 32 * 16)
+    free = staging.saves.take_now(99)
+    staging.saves.give_back(free)
 
-        async def read(block_ids: Sequence[int], slots: Sequence[BlockId]) -> None:
-            assert len(block_ids) == len(slots)
+    async def read(block_ids: Sequence[int], slots: Sequence[BlockId]) -> None:
+        assert len(block_ids) == len(slots)
 
-        offloads = Offloads([tier], staging, read, on_begin=lambda: None, on_end=lambda: None)
-        await offloads.save(SaveOrder(1, hashes_of(1, 2), 0, [5, 6]))
-        tier.is_broken = False
-        async with asyncio.timeout(1):
-            await offloads.save(SaveOrder(2, hashes_of(2, 2), 0, [7, 8]))
-        tier.end_offload()
-        assert tier.num_cached == 2
-        assert sorted(staging.saves.take_now(99)) == sorted(free)
-        staging.close()
-
-    asyncio.run(scene())
+    offloads = Offloads([tier], staging, read, on_begin=lambda: None, on_end=lambda: None)
+    await offloads.save(SaveOrder(1, hashes_of(1, 2), 0, [5, 6]))
+    tier.is_broken = False
+    async with asyncio.timeout(1):
+        await offloads.save(SaveOrder(2, hashes_of(2, 2), 0, [7, 8]))
+    tier.end_offload()
+    assert tier.num_cached == 2
+    assert sorted(staging.saves.take_now(99)) == sorted(free)
+    staging.close()
 
 
 async def _turns() -> None:
@@ -84,32 +78,27 @@ async def _turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_pieces_are_no_larger_than_a_tiers_room_and_what_it_does_not_take_is_counted() -> None:
-    async def scene() -> None:
-        tier, staging = HeldTier(), Staging(HeldTier.block_bytes, 32 * 64)
-        tier.offload_room = 3
+async def test_pieces_are_no_larger_than_a_tiers_room_and_what_it_does_not_take_is_counted() -> None:
+    tier, staging = HeldTier(), Staging(HeldTier.block_bytes, 32 * 64)
+    tier.offload_room = 3
 
-        async def read(block_ids: Sequence[int], slots: Sequence[BlockId]) -> None:
-            assert len(block_ids) == len(slots)
+    async def read(block_ids: Sequence[int], slots: Sequence[BlockId]) -> None:
+        assert len(block_ids) == len(slots)
 
-        offloads = Offloads([tier], staging, read, on_begin=lambda: None, on_end=lambda: None)
-        hashes = hashes_of(1, 5)
-        saving = asyncio.get_running_loop().create_task(
-            offloads.save(SaveOrder(1, hashes, 0, list(range(5))))
-        )
-        sizes = []
-        while not saving.done():
-            await _turns()
-            if tier.offloads:
-                sizes.append(len(tier.offloads[0][1]))
-                tier.end_offload()
-                offloads.changed()
-        assert sizes == [3, 2]
-        assert tier.num_cached == 5
-        assert not +offloads.dropped
-        tier.storing = set(hashes_of(2, 2)[:, 0].tolist())
-        await offloads.save(SaveOrder(2, hashes_of(2, 2), 0, [7, 8]))
-        assert offloads.dropped[tier.tier] == 2
-        staging.close()
-
-    asyncio.run(scene())
+    offloads = Offloads([tier], staging, read, on_begin=lambda: None, on_end=lambda: None)
+    hashes = hashes_of(1, 5)
+    saving = asyncio.get_running_loop().create_task(offloads.save(SaveOrder(1, hashes, 0, list(range(5)))))
+    sizes = []
+    while not saving.done():
+        await _turns()
+        if tier.offloads:
+            sizes.append(len(tier.offloads[0][1]))
+            tier.end_offload()
+            offloads.changed()
+    assert sizes == [3, 2]
+    assert tier.num_cached == 5
+    assert not +offloads.dropped
+    tier.storing = set(hashes_of(2, 2)[:, 0].tolist())
+    await offloads.save(SaveOrder(2, hashes_of(2, 2), 0, [7, 8]))
+    assert offloads.dropped[tier.tier] == 2
+    staging.close()

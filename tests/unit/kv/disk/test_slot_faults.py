@@ -60,69 +60,60 @@ async def filled(path: Path, **options) -> SlotFile:
 
 
 @pytest.mark.parametrize("bit", [0, 7, 8 * BLOCK_BYTES - 1, 8 * 5 * BLOCK_BYTES + 4321])
-def test_a_flipped_bit_is_a_miss_and_the_block_is_stored_anew(tmp_path: Path, bit: int) -> None:
+async def test_a_flipped_bit_is_a_miss_and_the_block_is_stored_anew(tmp_path: Path, bit: int) -> None:
     bad = bit // 8 // BLOCK_BYTES
 
-    async def main() -> None:
-        slots = await filled(tmp_path / "kv")
-        with (tmp_path / "kv").open("r+b") as file:
-            file.seek(bit // 8)
-            (byte,) = file.read(1)
-            file.seek(bit // 8)
-            file.write(bytes([byte ^ 1 << bit % 8]))
-            os.fsync(file.fileno())
-        into = targets(SLOTS)
-        assert await slots.load(HASHES, into) == bad
-        assert (into[:bad] == BLOCKS[:bad]).all()
-        assert slots.counts.mismatched == 1
-        assert slots.locate(HASHES) == bad
-        assert await slots.store(HASHES, BLOCKS) == SLOTS
-        assert await slots.load(HASHES, into) == SLOTS
-        assert (into == BLOCKS).all()
-        slots.check()
-        await slots.close()
-
-    run_async(main())
+    slots = await filled(tmp_path / "kv")
+    with (tmp_path / "kv").open("r+b") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+        os.fsync(file.fileno())
+    into = targets(SLOTS)
+    assert await slots.load(HASHES, into) == bad
+    assert (into[:bad] == BLOCKS[:bad]).all()
+    assert slots.counts.mismatched == 1
+    assert slots.locate(HASHES) == bad
+    assert await slots.store(HASHES, BLOCKS) == SLOTS
+    assert await slots.load(HASHES, into) == SLOTS
+    assert (into == BLOCKS).all()
+    slots.check()
+    await slots.close()
 
 
-def test_a_damaged_block_stays_away_after_a_restart(tmp_path: Path) -> None:
-    async def main() -> None:
-        slots = await filled(tmp_path / "kv")
-        with (tmp_path / "kv").open("r+b") as file:
-            file.write(bytes(100))
-            os.fsync(file.fileno())
-        assert await slots.load(HASHES, targets(SLOTS)) == 0
-        await slots.close()
-        slots = make(tmp_path / "kv")
-        assert slots.num_cached == SLOTS - 1
-        await slots.close()
-
-    run_async(main())
+async def test_a_damaged_block_stays_away_after_a_restart(tmp_path: Path) -> None:
+    slots = await filled(tmp_path / "kv")
+    with (tmp_path / "kv").open("r+b") as file:
+        file.write(bytes(100))
+        os.fsync(file.fileno())
+    assert await slots.load(HASHES, targets(SLOTS)) == 0
+    await slots.close()
+    slots = make(tmp_path / "kv")
+    assert slots.num_cached == SLOTS - 1
+    await slots.close()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ENODEV, errno.EROFS])
-def test_errors_of_the_disk_are_worded_and_leave_the_index_sound(tmp_path: Path, number: int) -> None:
+async def test_errors_of_the_disk_are_worded_and_leave_the_index_sound(tmp_path: Path, number: int) -> None:
     disk = SickDisk()
 
-    async def main() -> None:
-        slots = await filled(tmp_path / "kv", disk=disk)
-        disk.error = number
-        with pytest.raises(TransferError, match=rf"kv: .* failed: .*errno {number}"):
-            await slots.load(HASHES, targets(SLOTS))
-        other = chain(3, 7)
-        with pytest.raises(TransferError, match=f"errno {number}"):
-            await slots.store(other, content(other))
-        disk.error = 0
-        slots.check()
-        into = targets(SLOTS)
-        found = slots.locate(HASHES)
-        assert await slots.load(HASHES, into) == found
-        assert (into[:found] == BLOCKS[:found]).all()
-        assert await slots.store(other, content(other)) == 3
-        slots.check()
-        await slots.close()
-
-    run_async(main())
+    slots = await filled(tmp_path / "kv", disk=disk)
+    disk.error = number
+    with pytest.raises(TransferError, match=rf"kv: .* failed: .*errno {number}"):
+        await slots.load(HASHES, targets(SLOTS))
+    other = chain(3, 7)
+    with pytest.raises(TransferError, match=f"errno {number}"):
+        await slots.store(other, content(other))
+    disk.error = 0
+    slots.check()
+    into = targets(SLOTS)
+    found = slots.locate(HASHES)
+    assert await slots.load(HASHES, into) == found
+    assert (into[:found] == BLOCKS[:found]).all()
+    assert await slots.store(other, content(other)) == 3
+    slots.check()
+    await slots.close()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
@@ -134,18 +125,15 @@ def test_a_disk_that_fails_while_it_is_opened_is_worded(tmp_path: Path, number: 
     run_async(make(tmp_path / "kv").close())
 
 
-def test_a_file_that_is_cut_off_is_an_error_or_a_miss(tmp_path: Path) -> None:
-    async def main() -> None:
-        slots = await filled(tmp_path / "kv")
-        os.truncate(tmp_path / "kv", 2 * BLOCK_BYTES)
-        with pytest.raises(TransferError, match="was the file truncated"):
-            await slots.load(HASHES, targets(SLOTS))
-        await slots.close()
-        slots = make(tmp_path / "kv")
-        assert await slots.load(HASHES, targets(SLOTS)) == 2
-        await slots.close()
-
-    run_async(main())
+async def test_a_file_that_is_cut_off_is_an_error_or_a_miss(tmp_path: Path) -> None:
+    slots = await filled(tmp_path / "kv")
+    os.truncate(tmp_path / "kv", 2 * BLOCK_BYTES)
+    with pytest.raises(TransferError, match="was the file truncated"):
+        await slots.load(HASHES, targets(SLOTS))
+    await slots.close()
+    slots = make(tmp_path / "kv")
+    assert await slots.load(HASHES, targets(SLOTS)) == 2
+    await slots.close()
 
 
 def test_a_hung_disk_keeps_nobody_beyond_the_deadline_and_writes_no_memory_afterwards(tmp_path: Path) -> None:
@@ -247,30 +235,27 @@ def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pyte
         disk.healed.set()
 
 
-def test_a_probe_keeps_nothing_and_spares_what_is_kept(tmp_path: Path) -> None:
-    async def main() -> None:
-        slots = make(tmp_path / "kv")
-        speed = slots.probe()
-        assert speed is not None
-        assert speed > 0
-        assert slots.num_cached == 0
-        assert await slots.store(HASHES[:5], BLOCKS[:5]) == 5
-        await slots.close()
-        slots = make(tmp_path / "kv")
-        assert slots.probe()
-        into = targets(SLOTS)
-        assert await slots.load(HASHES, into) == 5
-        assert (into[:5] == BLOCKS[:5]).all()
-        assert await slots.store(HASHES, BLOCKS) == SLOTS
-        await slots.close()
-        slots = make(tmp_path / "kv")
-        assert slots.probe()
-        assert await slots.load(HASHES, into) == SLOTS
-        assert (into == BLOCKS).all()
-        slots.check()
-        await slots.close()
-
-    run_async(main())
+async def test_a_probe_keeps_nothing_and_spares_what_is_kept(tmp_path: Path) -> None:
+    slots = make(tmp_path / "kv")
+    speed = slots.probe()
+    assert speed is not None
+    assert speed > 0
+    assert slots.num_cached == 0
+    assert await slots.store(HASHES[:5], BLOCKS[:5]) == 5
+    await slots.close()
+    slots = make(tmp_path / "kv")
+    assert slots.probe()
+    into = targets(SLOTS)
+    assert await slots.load(HASHES, into) == 5
+    assert (into[:5] == BLOCKS[:5]).all()
+    assert await slots.store(HASHES, BLOCKS) == SLOTS
+    await slots.close()
+    slots = make(tmp_path / "kv")
+    assert slots.probe()
+    assert await slots.load(HASHES, into) == SLOTS
+    assert (into == BLOCKS).all()
+    slots.check()
+    await slots.close()
 
 
 @pytest.mark.parametrize("fault", ["fails", "hangs"])
@@ -321,7 +306,7 @@ def mutate(data: bytearray, rng: random.Random) -> None:
                 data[first + offset : first + offset + width] = rng.randbytes(width)
 
 
-def test_records_with_impossible_generations_and_parents_cost_blocks_alone(tmp_path: Path) -> None:
+async def test_records_with_impossible_generations_and_parents_cost_blocks_alone(tmp_path: Path) -> None:
     """Their checksums fit: a program wrote them so, or a flipped bit was sealed."""
     path, rng = tmp_path / "kv", random.Random(1)
     records_path = Path(f"{path}{SUFFIX}")
@@ -337,22 +322,19 @@ def test_records_with_impossible_generations_and_parents_cost_blocks_alone(tmp_p
         seal(records)
         records_path.write_bytes(raw[:4096] + records.tobytes())
 
-    async def main() -> None:
-        for _ in range(50):
-            slots = make(path)
-            await slots.store(HASHES, BLOCKS)
-            await slots.close()
-            reseal()
-            slots = make(path)
-            into = targets(SLOTS)
-            loaded = await slots.load(HASHES, into)
-            assert (into[:loaded] == BLOCKS[:loaded]).all()
-            assert await slots.store(HASHES, BLOCKS) == SLOTS
-            assert await slots.load(HASHES, into) == SLOTS
-            slots.check()
-            await slots.close()
-
-    run_async(main())
+    for _ in range(50):
+        slots = make(path)
+        await slots.store(HASHES, BLOCKS)
+        await slots.close()
+        reseal()
+        slots = make(path)
+        into = targets(SLOTS)
+        loaded = await slots.load(HASHES, into)
+        assert (into[:loaded] == BLOCKS[:loaded]).all()
+        assert await slots.store(HASHES, BLOCKS) == SLOTS
+        assert await slots.load(HASHES, into) == SLOTS
+        slots.check()
+        await slots.close()
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def make(directory: Path, slots: int = 8, block_bytes: int = BLOCK_BYTES, **opti
 
 
 @pytest.mark.parametrize("block_bytes", [100, 4096, BLOCK_BYTES, 10_000])
-def test_blocks_come_back_after_a_restart_too(tmp_path: Path, block_bytes: int) -> None:
+async def test_blocks_come_back_after_a_restart_too(tmp_path: Path, block_bytes: int) -> None:
     hashes = chain(5)
     blocks = content(hashes, block_bytes)
 
@@ -34,96 +34,79 @@ def test_blocks_come_back_after_a_restart_too(tmp_path: Path, block_bytes: int) 
         assert not into[5].any()
         slots.check()
 
-    async def main() -> None:
-        slots = make(tmp_path, block_bytes=block_bytes)
-        assert slots.locate(hashes) == 0
-        assert await slots.store(hashes, blocks) == 5
-        await check(slots)
-        await slots.close()
-        slots = make(tmp_path, block_bytes=block_bytes)
-        await check(slots)
-        await slots.close()
-
-    run_async(main())
+    slots = make(tmp_path, block_bytes=block_bytes)
+    assert slots.locate(hashes) == 0
+    assert await slots.store(hashes, blocks) == 5
+    await check(slots)
+    await slots.close()
+    slots = make(tmp_path, block_bytes=block_bytes)
+    await check(slots)
+    await slots.close()
 
 
-def test_buffers_may_be_scattered_and_unaligned(tmp_path: Path) -> None:
+async def test_buffers_may_be_scattered_and_unaligned(tmp_path: Path) -> None:
     hashes = chain(3)
     blocks = content(hashes)
 
-    async def main() -> None:
-        slots = make(tmp_path)
-        assert await slots.store(hashes, [bytes(row) for row in blocks]) == 3
-        into = [bytearray(BLOCK_BYTES) for _ in range(3)]
-        assert await slots.load(hashes, into) == 3
-        assert [bytes(row) for row in blocks] == into
-        with pytest.raises(ValueError, match="expected 8192 contiguous writable bytes"):
-            await slots.load(hashes, [bytearray(BLOCK_BYTES - 1)])
-        with pytest.raises(ValueError, match="read-only: True"):
-            await slots.load(hashes, [bytes(BLOCK_BYTES)])
-        await slots.close()
-
-    run_async(main())
+    slots = make(tmp_path)
+    assert await slots.store(hashes, [bytes(row) for row in blocks]) == 3
+    into = [bytearray(BLOCK_BYTES) for _ in range(3)]
+    assert await slots.load(hashes, into) == 3
+    assert [bytes(row) for row in blocks] == into
+    with pytest.raises(ValueError, match="expected 8192 contiguous writable bytes"):
+        await slots.load(hashes, [bytearray(BLOCK_BYTES - 1)])
+    with pytest.raises(ValueError, match="read-only: True"):
+        await slots.load(hashes, [bytes(BLOCK_BYTES)])
+    await slots.close()
 
 
-def test_the_least_recently_used_tails_make_room_before_and_after_a_restart(tmp_path: Path) -> None:
+async def test_the_least_recently_used_tails_make_room_before_and_after_a_restart(tmp_path: Path) -> None:
     old, used, new = chain(3, 1), chain(3, 2), chain(4, 3)
 
-    async def main() -> None:
-        slots = make(tmp_path, slots=6)
-        await slots.store(used, content(used))
-        await slots.store(old, content(old))
-        await slots.load(used, targets(3))
-        await slots.close()
-        slots = make(tmp_path, slots=6)
-        assert await slots.store(new[:2], content(new[:2])) == 2
-        assert [slots.locate(hashes) for hashes in (old, used, new)] == [1, 3, 2]
-        assert await slots.store(new, content(new)) == 4
-        assert [slots.locate(hashes) for hashes in (old, used, new)] == [0, 2, 4]
-        slots.check()
-        await slots.close()
-
-    run_async(main())
+    slots = make(tmp_path, slots=6)
+    await slots.store(used, content(used))
+    await slots.store(old, content(old))
+    await slots.load(used, targets(3))
+    await slots.close()
+    slots = make(tmp_path, slots=6)
+    assert await slots.store(new[:2], content(new[:2])) == 2
+    assert [slots.locate(hashes) for hashes in (old, used, new)] == [1, 3, 2]
+    assert await slots.store(new, content(new)) == 4
+    assert [slots.locate(hashes) for hashes in (old, used, new)] == [0, 2, 4]
+    slots.check()
+    await slots.close()
 
 
-def test_events_say_what_is_there_with_parents(tmp_path: Path) -> None:
+async def test_events_say_what_is_there_with_parents(tmp_path: Path) -> None:
     hashes = chain(4)
 
-    async def main() -> None:
-        slots = make(tmp_path, slots=4)
-        await slots.store(hashes[:2], content(hashes[:2]))
-        await slots.store(hashes[2:], content(hashes[2:]), parent=int(hashes[1, 0]))
-        first = slots.take_events()
-        await slots.load(hashes, targets(4))
-        await slots.close()
-        slots = make(tmp_path, slots=4)
-        again = slots.take_events()
-        assert [event.parent_block_hash for event in first] == [None, int(hashes[1, 0])]
-        assert again == (
-            BlockStored(
-                block_hashes=pack_hashes(hashes[:, 0]), parent_block_hash=None, block_size=4, tier=Tier.DISK
-            ),
-        )
-        other = chain(1, 9)
-        await slots.store(other, content(other))
-        removed = slots.take_events()[0]
-        assert removed == BlockRemoved(block_hashes=pack_hashes(hashes[3:, 0]), tier=Tier.DISK)
-        await slots.close()
-
-    run_async(main())
+    slots = make(tmp_path, slots=4)
+    await slots.store(hashes[:2], content(hashes[:2]))
+    await slots.store(hashes[2:], content(hashes[2:]), parent=int(hashes[1, 0]))
+    first = slots.take_events()
+    await slots.load(hashes, targets(4))
+    await slots.close()
+    slots = make(tmp_path, slots=4)
+    again = slots.take_events()
+    assert [event.parent_block_hash for event in first] == [None, int(hashes[1, 0])]
+    assert again == (
+        BlockStored(
+            block_hashes=pack_hashes(hashes[:, 0]), parent_block_hash=None, block_size=4, tier=Tier.DISK
+        ),
+    )
+    other = chain(1, 9)
+    await slots.store(other, content(other))
+    removed = slots.take_events()[0]
+    assert removed == BlockRemoved(block_hashes=pack_hashes(hashes[3:, 0]), tier=Tier.DISK)
+    await slots.close()
 
 
-def test_two_at_once_are_refused_with_the_owners_pid(tmp_path: Path) -> None:
-    async def main() -> None:
-        slots = make(tmp_path)
-        with pytest.raises(
-            TransferRefused, match=rf"open in process {os.getpid()} on .*directory of its own"
-        ):
-            make(tmp_path)
-        await slots.close()
-        await make(tmp_path).close()
-
-    run_async(main())
+async def test_two_at_once_are_refused_with_the_owners_pid(tmp_path: Path) -> None:
+    slots = make(tmp_path)
+    with pytest.raises(TransferRefused, match=rf"open in process {os.getpid()} on .*directory of its own"):
+        make(tmp_path)
+    await slots.close()
+    await make(tmp_path).close()
 
 
 @pytest.mark.parametrize(
@@ -133,53 +116,46 @@ def test_two_at_once_are_refused_with_the_owners_pid(tmp_path: Path) -> None:
         {"adapter": "a1"},
     ],
 )  # fmt: skip
-def test_another_namespace_is_refused_and_nothing_is_lost(tmp_path: Path, change: dict[str, object]) -> None:
+async def test_another_namespace_is_refused_and_nothing_is_lost(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
     hashes = chain(2)
     fields = {name: getattr(NAMESPACE, name) for name in NAMESPACE.__struct_fields__}
     other = Namespace(**fields | change)
     assert other.digest != NAMESPACE.digest
 
-    async def main() -> None:
-        slots = make(tmp_path)
-        await slots.store(hashes, content(hashes))
-        await slots.close()
-        with pytest.raises(ConfigError, match=r"holds blocks of namespace .*5eed.* and not .* name another"):
-            SlotFile(tmp_path / "kv", 8 * BLOCK_BYTES, BLOCK_BYTES, other)
-        slots = make(tmp_path)
-        assert slots.locate(hashes) == 2
-        await slots.close()
-
-    run_async(main())
+    slots = make(tmp_path)
+    await slots.store(hashes, content(hashes))
+    await slots.close()
+    with pytest.raises(ConfigError, match=r"holds blocks of namespace .*5eed.* and not .* name another"):
+        SlotFile(tmp_path / "kv", 8 * BLOCK_BYTES, BLOCK_BYTES, other)
+    slots = make(tmp_path)
+    assert slots.locate(hashes) == 2
+    await slots.close()
 
 
-def test_the_salt_itself_is_not_in_the_file(tmp_path: Path) -> None:
+async def test_the_salt_itself_is_not_in_the_file(tmp_path: Path) -> None:
     namespace = Namespace(
         model_digest="a", dtype="b", layout="c", block_size=4, salt=b"a secret of the tenant"
     )
 
-    async def main() -> None:
-        await SlotFile(tmp_path / "kv", 8 * BLOCK_BYTES, BLOCK_BYTES, namespace).close()
-
-    run_async(main())
+    await SlotFile(tmp_path / "kv", 8 * BLOCK_BYTES, BLOCK_BYTES, namespace).close()
     assert b"secret" not in (tmp_path / f"kv{SUFFIX}").read_bytes()
 
 
-def test_a_file_may_become_longer_and_shorter(tmp_path: Path) -> None:
+async def test_a_file_may_become_longer_and_shorter(tmp_path: Path) -> None:
     hashes = chain(6)
 
-    async def main() -> None:
-        for size, held in ((6, 6), (12, 6), (3, 3), (6, 3)):
-            slots = make(tmp_path, slots=size)
-            if size == 6 and held == 6:
-                await slots.store(hashes, content(hashes))
-            assert slots.num_cached == held
-            into = targets(held)
-            assert await slots.load(hashes[:held], into) == held
-            assert (into == content(hashes[:held])).all()
-            slots.check()
-            await slots.close()
-
-    run_async(main())
+    for size, held in ((6, 6), (12, 6), (3, 3), (6, 3)):
+        slots = make(tmp_path, slots=size)
+        if size == 6 and held == 6:
+            await slots.store(hashes, content(hashes))
+        assert slots.num_cached == held
+        into = targets(held)
+        assert await slots.load(hashes[:held], into) == held
+        assert (into == content(hashes[:held])).all()
+        slots.check()
+        await slots.close()
 
 
 def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
@@ -194,20 +170,17 @@ def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / f"kv{SUFFIX}").read_bytes() == b"notes" * 2000
 
 
-def test_what_does_not_fit_is_not_stored(tmp_path: Path) -> None:
+async def test_what_does_not_fit_is_not_stored(tmp_path: Path) -> None:
     hashes = chain(12)
 
-    async def main() -> None:
-        slots = make(tmp_path, slots=8)
-        assert await slots.store(hashes, content(hashes)) == 8
-        assert slots.counts.refused == 4
-        slots.check()
-        await slots.close()
-        slots = make(tmp_path, slots=8, storing_max=2)
-        assert await slots.store(hashes[8:], content(hashes[8:])) == 2
-        await slots.close()
-
-    run_async(main())
+    slots = make(tmp_path, slots=8)
+    assert await slots.store(hashes, content(hashes)) == 8
+    assert slots.counts.refused == 4
+    slots.check()
+    await slots.close()
+    slots = make(tmp_path, slots=8, storing_max=2)
+    assert await slots.store(hashes[8:], content(hashes[8:])) == 2
+    await slots.close()
 
 
 def test_a_disk_that_is_full_is_refused_at_once_and_leaves_nothing(
@@ -228,7 +201,7 @@ def test_a_disk_that_is_full_is_refused_at_once_and_leaves_nothing(
     run_async(make(tmp_path).close())
 
 
-def test_without_o_direct_it_says_so_once_and_works(
+async def test_without_o_direct_it_says_so_once_and_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = os.open
@@ -241,16 +214,13 @@ def test_without_o_direct_it_says_so_once_and_works(
     monkeypatch.setattr("penstock.kv.disk.data.os.open", open_)
     hashes = chain(3)
 
-    async def main() -> None:
-        slots = make(tmp_path)
-        assert not slots.is_direct
-        await slots.store(hashes, content(hashes))
-        into = targets(3)
-        assert await slots.load(hashes, into) == 3
-        assert (into == content(hashes)).all()
-        await slots.close()
-
-    run_async(main())
+    slots = make(tmp_path)
+    assert not slots.is_direct
+    await slots.store(hashes, content(hashes))
+    into = targets(3)
+    assert await slots.load(hashes, into) == 3
+    assert (into == content(hashes)).all()
+    await slots.close()
     assert "".join(capsys.readouterr()).count("slot_file_buffered") == 1
 
 
@@ -260,42 +230,36 @@ def test_sizes_that_hold_nothing_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+async def test_ten_thousand_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     """The benchmark `kv-stores` opens a million."""
     count = 10_000
     hashes = chain(count)
     rng = np.random.default_rng(0)
 
-    async def main() -> None:
-        slots = make(tmp_path, slots=count, block_bytes=16, storing_max=count)
-        await slots.store(hashes, content(hashes, 16))
-        await slots.close()
-        slots = make(tmp_path, slots=count, block_bytes=16)
-        assert slots.locate(hashes) == count
-        for at in rng.integers(0, count, 20).tolist():
-            into = targets(1, 16)
-            assert await slots.load(hashes[at : at + 1], into) == 1
-            assert (into == content(hashes[at : at + 1], 16)).all()
-        await slots.close()
-
-    run_async(main())
+    slots = make(tmp_path, slots=count, block_bytes=16, storing_max=count)
+    await slots.store(hashes, content(hashes, 16))
+    await slots.close()
+    slots = make(tmp_path, slots=count, block_bytes=16)
+    assert slots.locate(hashes) == count
+    for at in rng.integers(0, count, 20).tolist():
+        into = targets(1, 16)
+        assert await slots.load(hashes[at : at + 1], into) == 1
+        assert (into == content(hashes[at : at + 1], 16)).all()
+    await slots.close()
 
 
 @pytest.mark.parametrize(("eviction", "kept"), [("lru", 0), ("lfu", 2)])
-def test_a_full_file_evicts_by_its_policy_also_after_a_restart(
+async def test_a_full_file_evicts_by_its_policy_also_after_a_restart(
     tmp_path: Path, eviction: str, kept: int
 ) -> None:
-    async def main() -> None:
-        for _ in range(2):
-            slots = make(tmp_path, eviction=eviction)
-            await slots.store(chain(2), content(chain(2)))
-            for _ in range(4):
-                assert await slots.load(chain(2), targets(2)) == 2
-            for number in range(3):
-                other = chain(4, number + 1)
-                await slots.store(other, content(other))
-            assert slots.locate(chain(2)) == kept
-            slots.check()
-            await slots.close()
-
-    run_async(main())
+    for _ in range(2):
+        slots = make(tmp_path, eviction=eviction)
+        await slots.store(chain(2), content(chain(2)))
+        for _ in range(4):
+            assert await slots.load(chain(2), targets(2)) == 2
+        for number in range(3):
+            other = chain(4, number + 1)
+            await slots.store(other, content(other))
+        assert slots.locate(chain(2)) == kept
+        slots.check()
+        await slots.close()

@@ -42,210 +42,175 @@ async def closed(*workers):
         await worker.tier.close()
 
 
-def test_what_one_worker_offloads_another_loads():
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        assert two.tier.locate(chain(6)) == 0
-        assert await one.offload(chain(6)) == 6
-        assert two.tier.locate(chain(8)) == 6
-        assert await two.load(chain(6)) == 6
-        assert (one.tier.num_cached, two.tier.num_cached, two.tier.num_shared) == (6, 0, 6)
-        assert known(two.tier.take_events()) == set(chain(6)[:, 0].tolist())
-        await closed(one, two)
-
-    run_async(main())
+async def test_what_one_worker_offloads_another_loads():
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    assert two.tier.locate(chain(6)) == 0
+    assert await one.offload(chain(6)) == 6
+    assert two.tier.locate(chain(8)) == 6
+    assert await two.load(chain(6)) == 6
+    assert (one.tier.num_cached, two.tier.num_cached, two.tier.num_shared) == (6, 0, 6)
+    assert known(two.tier.take_events()) == set(chain(6)[:, 0].tolist())
+    await closed(one, two)
 
 
-def test_a_reader_that_missed_a_note_learns_it_from_the_record():
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        await one.offload(chain(6))
-        assert two.tier.locate(chain(6)) == 6
-        one.tier._extent.clear(one.tier._pool.match(chain(6))[4:5])
-        assert await two.load(chain(6)) == 4
-        assert two.tier.locate(chain(6)) == 4, (
-            "else the block would be looked for again and again, and kept nowhere"
-        )
-        assert known(two.tier.take_events()) == {int(low) for n, low in enumerate(chain(6)[:, 0]) if n != 4}
-        await closed(one, two)
-
-    run_async(main())
+async def test_a_reader_that_missed_a_note_learns_it_from_the_record():
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    await one.offload(chain(6))
+    assert two.tier.locate(chain(6)) == 6
+    one.tier._extent.clear(one.tier._pool.match(chain(6))[4:5])
+    assert await two.load(chain(6)) == 4
+    assert two.tier.locate(chain(6)) == 4, (
+        "else the block would be looked for again and again, and kept nowhere"
+    )
+    assert known(two.tier.take_events()) == {int(low) for n, low in enumerate(chain(6)[:, 0]) if n != 4}
+    await closed(one, two)
 
 
-def test_an_offload_that_fails_is_logged_and_can_be_done_again(monkeypatch, capsys):
-    async def main():
-        worker = SharedHost().worker(0)
-        with monkeypatch.context() as patched:
-            patched.setattr(host_tier, "copy_from_device", lambda *_: 1 / 0)
-            assert await worker.offload(chain(3)) == 3
-        assert worker.tier.num_cached == 0
-        assert "kv_save_failed" in "".join(capsys.readouterr())
+async def test_an_offload_that_fails_is_logged_and_can_be_done_again(monkeypatch, capsys):
+    worker = SharedHost().worker(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(host_tier, "copy_from_device", lambda *_: 1 / 0)
         assert await worker.offload(chain(3)) == 3
-        assert await worker.load(chain(3)) == 3
-        await closed(worker)
+    assert worker.tier.num_cached == 0
+    assert "kv_save_failed" in "".join(capsys.readouterr())
+    assert await worker.offload(chain(3)) == 3
+    assert await worker.load(chain(3)) == 3
+    await closed(worker)
 
-    run_async(main())
 
-
-def test_a_prefix_may_lie_in_several_extents_and_is_stored_once():
-    async def main():
-        host = SharedHost(workers=3)
-        workers = [host.worker(number) for number in range(3)]
-        hashes = chain(9)
-        for number, worker in enumerate(workers):
-            assert await worker.offload(hashes[: 3 * number + 3]) == 3, "the others have what comes before"
-        for worker in workers:
-            assert await worker.load(hashes) == 9
-            assert await worker.offload(hashes) == 0
-        await closed(*workers)
-
-    run_async(main())
+async def test_a_prefix_may_lie_in_several_extents_and_is_stored_once():
+    host = SharedHost(workers=3)
+    workers = [host.worker(number) for number in range(3)]
+    hashes = chain(9)
+    for number, worker in enumerate(workers):
+        assert await worker.offload(hashes[: 3 * number + 3]) == 3, "the others have what comes before"
+    for worker in workers:
+        assert await worker.load(hashes) == 9
+        assert await worker.offload(hashes) == 0
+    await closed(*workers)
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-def test_blocks_survive_their_worker_and_its_successor_adopts_them(has_ended):
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        await one.offload(chain(6))
-        await one.offload(chain(4, 1))
-        assert await one.load(chain(6)) == 6
-        two.tier.locate(chain(6))
-        if has_ended:
-            await one.tier.close()
-        else:
-            one.tier._memory.close()  # what the kernel does for a killed process
-        assert await two.load(chain(6)) == 6
-        again = host.worker(0)
-        stored = known(again.tier.take_events())
-        assert stored == {*chain(6)[:, 0].tolist(), *chain(4, 1)[:, 0].tolist()}
-        assert await again.load(chain(6)) == 6
-        assert two.tier.locate(chain(6)) == 6
-        assert await again.offload(chain(SLOTS - 6, 2)) == SLOTS - 6
-        assert again.tier.locate(chain(6)) == 6, "it was used last"
-        assert two.tier.locate(chain(4, 1)) == 0
-        await closed(again, two)
-
-    run_async(main())
+async def test_blocks_survive_their_worker_and_its_successor_adopts_them(has_ended):
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    await one.offload(chain(6))
+    await one.offload(chain(4, 1))
+    assert await one.load(chain(6)) == 6
+    two.tier.locate(chain(6))
+    if has_ended:
+        await one.tier.close()
+    else:
+        one.tier._memory.close()  # what the kernel does for a killed process
+    assert await two.load(chain(6)) == 6
+    again = host.worker(0)
+    stored = known(again.tier.take_events())
+    assert stored == {*chain(6)[:, 0].tolist(), *chain(4, 1)[:, 0].tolist()}
+    assert await again.load(chain(6)) == 6
+    assert two.tier.locate(chain(6)) == 6
+    assert await again.offload(chain(SLOTS - 6, 2)) == SLOTS - 6
+    assert again.tier.locate(chain(6)) == 6, "it was used last"
+    assert two.tier.locate(chain(4, 1)) == 0
+    await closed(again, two)
 
 
-def test_a_block_that_is_overwritten_while_another_worker_loads_it_is_only_missing():
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        await one.offload(chain(8))
-        assert two.tier.locate(chain(8)) == 8
-        go_on = threading.Event()
-        two.tier._load_thread.submit(go_on.wait)
-        loading = two.begin_load(chain(8))
-        for number in range(1, 5):
-            await one.offload(chain(8, number))
-        go_on.set()
-        assert await loading == 0
-        assert two.tier.num_corrupt == 0
-        assert two.tier.locate(chain(8)) == 0
-        assert await two.load(chain(8, 4)) == 8
-        await closed(one, two)
-
-    run_async(main())
+async def test_a_block_that_is_overwritten_while_another_worker_loads_it_is_only_missing():
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    await one.offload(chain(8))
+    assert two.tier.locate(chain(8)) == 8
+    go_on = threading.Event()
+    two.tier._load_thread.submit(go_on.wait)
+    loading = two.begin_load(chain(8))
+    for number in range(1, 5):
+        await one.offload(chain(8, number))
+    go_on.set()
+    assert await loading == 0
+    assert two.tier.num_corrupt == 0
+    assert two.tier.locate(chain(8)) == 0
+    assert await two.load(chain(8, 4)) == 8
+    await closed(one, two)
 
 
-def test_equal_bytes_under_another_record_do_not_count_as_loaded():
+async def test_equal_bytes_under_another_record_do_not_count_as_loaded():
     """A record may change after the bytes were copied; whoever loads does not rely on the checksum alone."""
 
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        await one.offload(chain(4))
-        assert two.tier.locate(chain(4)) == 4
-        go_on = threading.Event()
-        two.tier._load_thread.submit(go_on.wait)
-        loading = two.begin_load(chain(4))
-        one.tier._extent.clear([one.tier._pool.match(chain(4))[2]])
-        go_on.set()
-        assert await loading == 2
-        assert two.tier.num_corrupt == 0
-        await closed(two)
-        await one.tier.close()
-
-    run_async(main())
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    await one.offload(chain(4))
+    assert two.tier.locate(chain(4)) == 4
+    go_on = threading.Event()
+    two.tier._load_thread.submit(go_on.wait)
+    loading = two.begin_load(chain(4))
+    one.tier._extent.clear([one.tier._pool.match(chain(4))[2]])
+    go_on.set()
+    assert await loading == 2
+    assert two.tier.num_corrupt == 0
+    await closed(two)
+    await one.tier.close()
 
 
 @pytest.mark.parametrize("finder", [0, 1])
-def test_bits_that_flip_are_found_by_whoever_loads_them_and_dropped_by_their_worker(finder):
-    async def main():
-        host = SharedHost()
-        workers = host.worker(0), host.worker(1)
-        await workers[0].offload(chain(6))
-        slot = workers[0].tier._pool.match(chain(6))[3]
-        host.extent(0)[LAYOUT.data_offset :][slot * BLOCK_BYTES + 7] ^= 1
-        assert await workers[finder].load(chain(6)) == 3
-        assert workers[finder].tier.num_corrupt == 1
-        for worker in workers:
-            assert worker.tier.locate(chain(6)) == 3
-        assert await workers[0].offload(chain(6)) == 1
-        assert await workers[1].load(chain(6)) == 6
-        await closed(*workers)
-
-    run_async(main())
+async def test_bits_that_flip_are_found_by_whoever_loads_them_and_dropped_by_their_worker(finder):
+    host = SharedHost()
+    workers = host.worker(0), host.worker(1)
+    await workers[0].offload(chain(6))
+    slot = workers[0].tier._pool.match(chain(6))[3]
+    host.extent(0)[LAYOUT.data_offset :][slot * BLOCK_BYTES + 7] ^= 1
+    assert await workers[finder].load(chain(6)) == 3
+    assert workers[finder].tier.num_corrupt == 1
+    for worker in workers:
+        assert worker.tier.locate(chain(6)) == 3
+    assert await workers[0].offload(chain(6)) == 1
+    assert await workers[1].load(chain(6)) == 6
+    await closed(*workers)
 
 
 @pytest.mark.parametrize("change", [{"model_digest": "0ther"}, {"dtype": "float32"}, {"layout": "heads"}])
-def test_blocks_of_another_namespace_are_neither_seen_nor_adopted(change):
-    async def main():
-        host = SharedHost()
-        other = type(NAMESPACE)(
-            **{**{f: getattr(NAMESPACE, f) for f in NAMESPACE.__struct_fields__}, **change}
-        )
-        one, two = host.worker(0), host.worker(1, namespace=other)
-        await one.offload(chain(6))
-        assert two.tier.locate(chain(6)) == 0
-        assert await two.offload(chain(6)) == 6
-        assert await one.offload(chain(6)) == 0
-        await one.tier.close()
-        again = host.worker(0, namespace=other)
-        assert again.tier.num_cached == 0
-        assert again.tier.locate(chain(6)) == 6, "those of the other worker, which it may use now"
-        await again.offload(chain(5, 1))
-        assert two.tier.locate(chain(5, 1)) == 5
-        await closed(again, two)
-
-    run_async(main())
+async def test_blocks_of_another_namespace_are_neither_seen_nor_adopted(change):
+    host = SharedHost()
+    other = type(NAMESPACE)(**{**{f: getattr(NAMESPACE, f) for f in NAMESPACE.__struct_fields__}, **change})
+    one, two = host.worker(0), host.worker(1, namespace=other)
+    await one.offload(chain(6))
+    assert two.tier.locate(chain(6)) == 0
+    assert await two.offload(chain(6)) == 6
+    assert await one.offload(chain(6)) == 0
+    await one.tier.close()
+    again = host.worker(0, namespace=other)
+    assert again.tier.num_cached == 0
+    assert again.tier.locate(chain(6)) == 6, "those of the other worker, which it may use now"
+    await again.offload(chain(5, 1))
+    assert two.tier.locate(chain(5, 1)) == 5
+    await closed(again, two)
 
 
-def test_an_extent_of_another_size_is_begun_anew_and_the_others_hear_of_it():
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        await one.offload(chain(6))
-        held = known(two.tier.take_events(), ()) | (known(()) if two.tier.locate(chain(6)) else set())
-        held = known(two.tier.take_events(), held)
-        assert len(held) == 6
-        await one.tier.close()
-        again = host.worker(0, slots=SLOTS // 2)
-        assert (again.tier.num_cached, two.tier.locate(chain(6))) == (0, 0)
-        assert known(two.tier.take_events(), held) == set()
-        await again.offload(chain(3, 1))
-        assert await two.load(chain(3, 1)) == 3
-        await closed(again, two)
-
-    run_async(main())
+async def test_an_extent_of_another_size_is_begun_anew_and_the_others_hear_of_it():
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    await one.offload(chain(6))
+    held = known(two.tier.take_events(), ()) | (known(()) if two.tier.locate(chain(6)) else set())
+    held = known(two.tier.take_events(), held)
+    assert len(held) == 6
+    await one.tier.close()
+    again = host.worker(0, slots=SLOTS // 2)
+    assert (again.tier.num_cached, two.tier.locate(chain(6))) == (0, 0)
+    assert known(two.tier.take_events(), held) == set()
+    await again.offload(chain(3, 1))
+    assert await two.load(chain(3, 1)) == 3
+    await closed(again, two)
 
 
-def test_another_process_on_the_same_extent_is_refused(monkeypatch):
+async def test_another_process_on_the_same_extent_is_refused(monkeypatch):
     monkeypatch.setattr(memory, "_LOCK_PAUSE_S", 0)
 
-    async def main():
-        host = SharedHost()
-        one = host.worker(0)
-        with pytest.raises(ConfigError, match=r"kv\.host: another process has the extent at byte 0 "):
-            host.worker(0)
-        await closed(one)
-        await closed(host.worker(0))
-
-    run_async(main())
+    host = SharedHost()
+    one = host.worker(0)
+    with pytest.raises(ConfigError, match=r"kv\.host: another process has the extent at byte 0 "):
+        host.worker(0)
+    await closed(one)
+    await closed(host.worker(0))
 
 
 def test_an_arena_that_is_gone_or_too_small_is_refused():
@@ -258,102 +223,84 @@ def test_an_arena_that_is_gone_or_too_small_is_refused():
         HostWorker(part, SLOTS, BLOCK_BYTES)
 
 
-def test_a_workers_extent_cannot_be_written_by_another():
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        with pytest.raises(ValueError, match="read-only"):
-            two.tier._siblings[0]._memory[0] = 1
-        await closed(one, two)
-
-    run_async(main())
+async def test_a_workers_extent_cannot_be_written_by_another():
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    with pytest.raises(ValueError, match="read-only"):
+        two.tier._siblings[0]._memory[0] = 1
+    await closed(one, two)
 
 
-def test_a_block_that_another_worker_uses_is_not_the_next_to_be_evicted():
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        await one.offload(chain(8))
-        for number in range(1, 12):
-            await one.offload(chain(6, number))
-            if number % 2:
-                assert await two.load(chain(8)) == 8
-            else:
-                assert await two.offload(chain(8)) == 0
-        await closed(one, two)
-
-    run_async(main())
+async def test_a_block_that_another_worker_uses_is_not_the_next_to_be_evicted():
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    await one.offload(chain(8))
+    for number in range(1, 12):
+        await one.offload(chain(6, number))
+        if number % 2:
+            assert await two.load(chain(8)) == 8
+        else:
+            assert await two.offload(chain(8)) == 0
+    await closed(one, two)
 
 
-def test_a_worker_that_missed_notes_reads_all_records():
+async def test_a_worker_that_missed_notes_reads_all_records():
     rounds = NOTES // 60 + 1
 
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        await one.offload(chain(6))
-        assert two.tier.locate(chain(6)) == 6
-        for number in range(rounds):
-            await one.offload(chain(30, number + 1))
-        assert one.tier._extent.count > NOTES
-        assert two.tier.locate(chain(6)) == 0
-        assert two.tier.locate(chain(30, rounds)) == 30
-        assert known(two.tier.take_events()) == known(one.tier.take_events())
-        await closed(one, two)
-
-    run_async(main())
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    await one.offload(chain(6))
+    assert two.tier.locate(chain(6)) == 6
+    for number in range(rounds):
+        await one.offload(chain(30, number + 1))
+    assert one.tier._extent.count > NOTES
+    assert two.tier.locate(chain(6)) == 0
+    assert two.tier.locate(chain(30, rounds)) == 30
+    assert known(two.tier.take_events()) == known(one.tier.take_events())
+    await closed(one, two)
 
 
-def test_clearing_forgets_what_others_keep_but_not_what_they_store_afterwards():
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        await one.offload(chain(6))
-        await two.offload(chain(6, 1))
-        two.tier.clear()
-        assert [two.tier.locate(chain(6, number)) for number in (0, 1)] == [0, 0]
-        assert [one.tier.locate(chain(6, number)) for number in (0, 1)] == [6, 0]
-        await one.offload(chain(6, 2))
-        assert two.tier.locate(chain(6, 2)) == 6
-        await one.tier.close()
-        again = host.worker(0)
-        assert [two.tier.locate(chain(6, number)) for number in (0, 2)] == [0, 6]
-        await closed(again, two)
-
-    run_async(main())
+async def test_clearing_forgets_what_others_keep_but_not_what_they_store_afterwards():
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    await one.offload(chain(6))
+    await two.offload(chain(6, 1))
+    two.tier.clear()
+    assert [two.tier.locate(chain(6, number)) for number in (0, 1)] == [0, 0]
+    assert [one.tier.locate(chain(6, number)) for number in (0, 1)] == [6, 0]
+    await one.offload(chain(6, 2))
+    assert two.tier.locate(chain(6, 2)) == 6
+    await one.tier.close()
+    again = host.worker(0)
+    assert [two.tier.locate(chain(6, number)) for number in (0, 2)] == [0, 6]
+    await closed(again, two)
 
 
-def test_an_offload_under_way_while_the_tier_is_cleared_is_not_kept():
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        go_on = threading.Event()
-        one.tier._store_thread.submit(go_on.wait)
-        storing = asyncio.get_running_loop().create_task(one.offload(chain(6)))
-        await asyncio.sleep(0)
-        one.tier.clear()
-        go_on.set()
-        assert await storing == 6
-        assert (one.tier.locate(chain(6)), two.tier.locate(chain(6))) == (0, 0)
-        await closed(one, two)
-
-    run_async(main())
+async def test_an_offload_under_way_while_the_tier_is_cleared_is_not_kept():
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    go_on = threading.Event()
+    one.tier._store_thread.submit(go_on.wait)
+    storing = asyncio.get_running_loop().create_task(one.offload(chain(6)))
+    await asyncio.sleep(0)
+    one.tier.clear()
+    go_on.set()
+    assert await storing == 6
+    assert (one.tier.locate(chain(6)), two.tier.locate(chain(6))) == (0, 0)
+    await closed(one, two)
 
 
-def test_a_worker_without_requests_says_what_others_store():
-    async def main():
-        host = SharedHost()
-        one, two = host.worker(0), host.worker(1)
-        told = asyncio.Event()
-        two.tier.start(told.set)
-        await one.offload(chain(6))
-        assert two.tier.locate(chain(6)) == 6, "who asks takes notes in, and the events are still to be told"
-        async with asyncio.timeout(10):
-            await told.wait()
-        assert len(known(two.tier.take_events())) == 6
-        await closed(one, two)
-
-    run_async(main())
+async def test_a_worker_without_requests_says_what_others_store():
+    host = SharedHost()
+    one, two = host.worker(0), host.worker(1)
+    told = asyncio.Event()
+    two.tier.start(told.set)
+    await one.offload(chain(6))
+    assert two.tier.locate(chain(6)) == 6, "who asks takes notes in, and the events are still to be told"
+    async with asyncio.timeout(10):
+        await told.wait()
+    assert len(known(two.tier.take_events())) == 6
+    await closed(one, two)
 
 
 @pytest.mark.slow
@@ -404,40 +351,34 @@ def test_no_damage_to_records_notes_or_header_serves_a_wrong_block():
 
 
 @pytest.mark.parametrize(("eviction", "stays"), [("lru", False), ("seconds", True)])
-def test_a_prefix_that_is_loaded_again_and_again_outlives_those_that_never_are(eviction, stays):
+async def test_a_prefix_that_is_loaded_again_and_again_outlives_those_that_never_are(eviction, stays):
     """Beside prefixes of which more than the tier holds come between two loads."""
 
-    async def main():
-        worker = SharedHost().worker(0, eviction=eviction)
-        found = []
-        for number in range(60):
-            await worker.offload(chain(6, 1000 + number))
-            if number % 8 == 0:
-                found.append(worker.tier.locate(chain(4, 1)) == 4)
-                if found[-1]:
-                    assert await worker.load(chain(4, 1)) == 4
-                else:
-                    await worker.offload(chain(4, 1))
-        worker.tier.check()
-        assert any(found[-3:]) == stays
-        await worker.tier.close()
-
-    run_async(main())
+    worker = SharedHost().worker(0, eviction=eviction)
+    found = []
+    for number in range(60):
+        await worker.offload(chain(6, 1000 + number))
+        if number % 8 == 0:
+            found.append(worker.tier.locate(chain(4, 1)) == 4)
+            if found[-1]:
+                assert await worker.load(chain(4, 1)) == 4
+            else:
+                await worker.offload(chain(4, 1))
+    worker.tier.check()
+    assert any(found[-3:]) == stays
+    await worker.tier.close()
 
 
-def test_events_name_the_host_where_workers_share_an_arena():
-    async def main():
-        host, alone = SharedHost(), SharedHost(workers=1).worker(0)
-        one, two = host.worker(0), host.worker(1, namespace=replace(NAMESPACE, dtype="float16"))
-        assert (one.tier.shared.kind, alone.tier.shared) == (Holder.HOST, None)
-        assert one.tier.shared.id != two.tier.shared.id, "they cannot load each other's blocks"
-        manager = KvManager(BlockPool(8, 4), [one.tier], lambda: None)
-        assert manager.num_own == 0
-        await one.offload(chain(3))
-        assert {event.holder for event in manager.with_events(())} == {Holder.HOST}
-        manager.clear()
-        assert manager.with_events(()) == (AllBlocksCleared(holder=Holder.HOST),)
-        assert manager.with_events(()) == ()
-        await closed(one, two, alone)
-
-    run_async(main())
+async def test_events_name_the_host_where_workers_share_an_arena():
+    host, alone = SharedHost(), SharedHost(workers=1).worker(0)
+    one, two = host.worker(0), host.worker(1, namespace=replace(NAMESPACE, dtype="float16"))
+    assert (one.tier.shared.kind, alone.tier.shared) == (Holder.HOST, None)
+    assert one.tier.shared.id != two.tier.shared.id, "they cannot load each other's blocks"
+    manager = KvManager(BlockPool(8, 4), [one.tier], lambda: None)
+    assert manager.num_own == 0
+    await one.offload(chain(3))
+    assert {event.holder for event in manager.with_events(())} == {Holder.HOST}
+    manager.clear()
+    assert manager.with_events(()) == (AllBlocksCleared(holder=Holder.HOST),)
+    assert manager.with_events(()) == ()
+    await closed(one, two, alone)

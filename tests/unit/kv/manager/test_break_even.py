@@ -6,7 +6,6 @@ import pytest
 
 from penstock.kv.manager.break_even import BreakEven
 from penstock.kv.measured import MeasuredSpeed
-from penstock.testing.loop import run_async
 from tests.support.held_tier import HeldTier
 
 BLOCK_SIZE = 4
@@ -23,105 +22,87 @@ def scene(seconds_per_block, on_price=lambda *_: None):
     return tier, prefill, BreakEven([tier], prefill, BLOCK_SIZE, on_price)
 
 
-def test_one_line_a_tier_once_prompts_were_computed(capsys):
-    async def main():
-        _, prefill, break_even = scene(32 / 16000)
+async def test_one_line_a_tier_once_prompts_were_computed(capsys):
+    _, prefill, break_even = scene(32 / 16000)
+    break_even.look()
+    break_even.computed(255)
+    assert said(capsys) == ""
+    prefill.measure(1000, 1.0)
+    break_even.computed(1)
+    text = said(capsys)
+    assert text.count("kv_tier_break_even") == 1
+    assert "needed_bytes_per_s=8000" in text
+    assert "measured_bytes_per_s=16000" in text
+    assert "kv_bytes_per_token=8" in text
+    break_even.look()
+    assert said(capsys) == ""
+
+
+async def test_probes_say_a_line_a_tier_at_the_start_and_serving_corrects_it(capsys):
+    tier, prefill, break_even = scene(0.0)
+    break_even.probed(0.001, [16000.0])
+    text = said(capsys)
+    assert text.count("kv_tier_break_even") == 1
+    assert "needed_bytes_per_s=8000" in text
+    assert "measured_bytes_per_s=16000" in text
+    assert "measured_by=probe" in text
+    assert "kv_tier_too_slow" not in text
+    prefill.measure(1500, 1.0)
+    break_even.look()
+    assert said(capsys) == "", "less than twice as quick as was said"
+    for _ in range(100):
+        prefill.measure(3000, 1.0)
+    tier.seconds_per_block = 32 / 16000
+    break_even.look()
+    text = said(capsys)
+    assert "needed_bytes_per_s=24000" in text
+    assert "measured_by=serving" in text
+    assert text.count("kv_tier_too_slow") == 1
+
+
+async def test_a_tier_that_no_probe_measures_is_said_at_the_start_and_again_once_its_speed_is_known(capsys):
+    tier, prefill, break_even = scene(0.0)
+    (line,) = break_even.probed(0.000_000_001, [None])
+    assert line == "host: loading pays above 8 GB/s; not measured yet"
+    break_even.probed(0.001, [None])
+    assert "measured_bytes_per_s='not yet'" in said(capsys)
+    prefill.measure(1000, 1.0)
+    break_even.look()
+    assert said(capsys) == ""
+    tier.seconds_per_block = 32 / 16000
+    break_even.look()
+    assert "measured_bytes_per_s=16000" in said(capsys)
+
+
+async def test_a_tier_that_cannot_help_by_a_probe_is_warned_of_at_the_start(capsys):
+    _, _, break_even = scene(0.0)
+    (line,) = break_even.probed(0.001, [4000.0])
+    assert line == "host: loading pays above 0.008 MB/s; a probe measured 0.004 MB/s, so it cannot help"
+    assert said(capsys).count("kv_tier_too_slow") == 1
+
+
+async def test_a_tier_that_cannot_help_is_warned_of_once_until_it_recovers(capsys):
+    tier, prefill, break_even = scene(0.0)
+    prefill.measure(1000, 1.0)
+    break_even.look()
+    assert "measured_bytes_per_s='not yet'" in said(capsys)
+    warned = []
+    for speed in (4000, 4000, 9000, 4000, 11000, 4000):
+        tier.seconds_per_block = 32 / speed
         break_even.look()
-        break_even.computed(255)
-        assert said(capsys) == ""
-        prefill.measure(1000, 1.0)
-        break_even.computed(1)
-        text = said(capsys)
-        assert text.count("kv_tier_break_even") == 1
-        assert "needed_bytes_per_s=8000" in text
-        assert "measured_bytes_per_s=16000" in text
-        assert "kv_bytes_per_token=8" in text
-        break_even.look()
-        assert said(capsys) == ""
-
-    run_async(main())
+        warned.append("kv_tier_too_slow" in said(capsys))
+    assert warned == [True, False, False, False, False, True]
 
 
-def test_probes_say_a_line_a_tier_at_the_start_and_serving_corrects_it(capsys):
-    async def main():
-        tier, prefill, break_even = scene(0.0)
-        break_even.probed(0.001, [16000.0])
-        text = said(capsys)
-        assert text.count("kv_tier_break_even") == 1
-        assert "needed_bytes_per_s=8000" in text
-        assert "measured_bytes_per_s=16000" in text
-        assert "measured_by=probe" in text
-        assert "kv_tier_too_slow" not in text
-        prefill.measure(1500, 1.0)
-        break_even.look()
-        assert said(capsys) == "", "less than twice as quick as was said"
-        for _ in range(100):
-            prefill.measure(3000, 1.0)
-        tier.seconds_per_block = 32 / 16000
-        break_even.look()
-        text = said(capsys)
-        assert "needed_bytes_per_s=24000" in text
-        assert "measured_by=serving" in text
-        assert text.count("kv_tier_too_slow") == 1
-
-    run_async(main())
-
-
-def test_a_tier_that_no_probe_measures_is_said_at_the_start_and_again_once_its_speed_is_known(capsys):
-    async def main():
-        tier, prefill, break_even = scene(0.0)
-        (line,) = break_even.probed(0.000_000_001, [None])
-        assert line == "host: loading pays above 8 GB/s; not measured yet"
-        break_even.probed(0.001, [None])
-        assert "measured_bytes_per_s='not yet'" in said(capsys)
-        prefill.measure(1000, 1.0)
-        break_even.look()
-        assert said(capsys) == ""
-        tier.seconds_per_block = 32 / 16000
-        break_even.look()
-        assert "measured_bytes_per_s=16000" in said(capsys)
-
-    run_async(main())
-
-
-def test_a_tier_that_cannot_help_by_a_probe_is_warned_of_at_the_start(capsys):
-    async def main():
-        _, _, break_even = scene(0.0)
-        (line,) = break_even.probed(0.001, [4000.0])
-        assert line == "host: loading pays above 0.008 MB/s; a probe measured 0.004 MB/s, so it cannot help"
-        assert said(capsys).count("kv_tier_too_slow") == 1
-
-    run_async(main())
-
-
-def test_a_tier_that_cannot_help_is_warned_of_once_until_it_recovers(capsys):
-    async def main():
-        tier, prefill, break_even = scene(0.0)
-        prefill.measure(1000, 1.0)
-        break_even.look()
-        assert "measured_bytes_per_s='not yet'" in said(capsys)
-        warned = []
-        for speed in (4000, 4000, 9000, 4000, 11000, 4000):
-            tier.seconds_per_block = 32 / speed
-            break_even.look()
-            warned.append("kv_tier_too_slow" in said(capsys))
-        assert warned == [True, False, False, False, False, True]
-
-    run_async(main())
-
-
-def test_each_look_tells_what_computing_and_loading_a_token_take():
-    async def main():
-        told = []
-        tier, prefill, break_even = scene(0.0, lambda *prices: told.append(prices))
-        break_even.look()
-        assert told == []
-        prefill.measure(1000, 1.0)
-        break_even.look()
-        tier.seconds_per_block = 0.002
-        break_even.look()
-        tier.is_off = True
-        break_even.look()
-        assert told == [(0.001, math.inf), (0.001, pytest.approx(0.0005)), (0.001, math.inf)]
-
-    run_async(main())
+async def test_each_look_tells_what_computing_and_loading_a_token_take():
+    told = []
+    tier, prefill, break_even = scene(0.0, lambda *prices: told.append(prices))
+    break_even.look()
+    assert told == []
+    prefill.measure(1000, 1.0)
+    break_even.look()
+    tier.seconds_per_block = 0.002
+    break_even.look()
+    tier.is_off = True
+    break_even.look()
+    assert told == [(0.001, math.inf), (0.001, pytest.approx(0.0005)), (0.001, math.inf)]

@@ -17,7 +17,6 @@ from penstock.kv.namespace import Namespace
 from penstock.kv.object.config import PacksConfig
 from penstock.kv.object.pack import head_bytes
 from penstock.kv.object.packs import ObjectPacks
-from penstock.testing.loop import run_async
 from tests.support.slots import BLOCK_BYTES, NAMESPACE, chain, content, targets
 
 HASHES = chain(6)
@@ -53,64 +52,55 @@ async def filled(store: object, **config: Any) -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [100, 4096, BLOCK_BYTES, 10_000])
-def test_what_one_writer_stored_another_loads(block_bytes: int):
+async def test_what_one_writer_stored_another_loads(block_bytes: int):
     store, blocks = MemoryStore(), content(HASHES, block_bytes)
 
-    async def main():
-        async with make(store, block_bytes=block_bytes) as writer:
-            protocol: BlockStore = writer
-            assert protocol.locate(HASHES) == 0
-            assert await writer.store(HASHES, blocks) == 6
-            async with make(store, block_bytes=block_bytes) as reader:
-                await reader.refresh()
-                for packs in (writer, reader):
-                    into = targets(7, block_bytes)
-                    assert packs.locate(chain(7)) == 6
-                    assert await packs.load(chain(7), into) == 6
-                    assert (into[:6] == blocks).all()
-                    assert not into[6].any()
-                    packs.check()
-                assert (reader.num_cached, reader.counts.loaded, writer.counts.stored) == (6, 6, 6)
-
-    run_async(main())
+    async with make(store, block_bytes=block_bytes) as writer:
+        protocol: BlockStore = writer
+        assert protocol.locate(HASHES) == 0
+        assert await writer.store(HASHES, blocks) == 6
+        async with make(store, block_bytes=block_bytes) as reader:
+            await reader.refresh()
+            for packs in (writer, reader):
+                into = targets(7, block_bytes)
+                assert packs.locate(chain(7)) == 6
+                assert await packs.load(chain(7), into) == 6
+                assert (into[:6] == blocks).all()
+                assert not into[6].any()
+                packs.check()
+            assert (reader.num_cached, reader.counts.loaded, writer.counts.stored) == (6, 6, 6)
 
 
-def test_blocks_share_packs_of_the_wanted_size_also_across_stores():
+async def test_blocks_share_packs_of_the_wanted_size_also_across_stores():
     store = MemoryStore()
 
-    async def main():
-        async with make(store, gather_s=0.05) as packs:
-            async with asyncio.TaskGroup() as group:
-                for part in (HASHES[:1], HASHES[1:3], HASHES[3:]):
-                    parent = None if part is HASHES[:1] else 7
-                    group.create_task(packs.store(part, content(part), parent=parent))
-            assert packs.locate(HASHES) == 6
-            assert await packs.load(HASHES, targets(6)) == 6
-        sizes = sorted(len(raw) for raw in listed(store).values())
-        assert sizes == [head_bytes(2) + 2 * BLOCK_BYTES, head_bytes(4) + FOUR]
-
-    run_async(main())
+    async with make(store, gather_s=0.05) as packs:
+        async with asyncio.TaskGroup() as group:
+            for part in (HASHES[:1], HASHES[1:3], HASHES[3:]):
+                parent = None if part is HASHES[:1] else 7
+                group.create_task(packs.store(part, content(part), parent=parent))
+        assert packs.locate(HASHES) == 6
+        assert await packs.load(HASHES, targets(6)) == 6
+    sizes = sorted(len(raw) for raw in listed(store).values())
+    assert sizes == [head_bytes(2) + 2 * BLOCK_BYTES, head_bytes(4) + FOUR]
 
 
-def test_two_writers_of_the_same_blocks_make_one_pack():
+async def test_two_writers_of_the_same_blocks_make_one_pack():
     store = MemoryStore()
 
-    async def main():
-        async with make(store) as one, make(store) as two:
-            await asyncio.gather(one.store(HASHES[:4], BLOCKS[:4]), two.store(HASHES[:4], BLOCKS[:4]))
-            assert len(listed(store)) == 1
-            for packs in (one, two):
-                await packs.refresh()
-                assert await packs.load(HASHES, targets(6)) == 4
-            assert await two.store(HASHES, BLOCKS) == 6
-            await one.refresh()
-            assert one.locate(HASHES) == 6
-
-    run_async(main())
+    async with make(store) as one, make(store) as two:
+        await asyncio.gather(one.store(HASHES[:4], BLOCKS[:4]), two.store(HASHES[:4], BLOCKS[:4]))
+        assert len(listed(store)) == 1
+        for packs in (one, two):
+            await packs.refresh()
+            assert await packs.load(HASHES, targets(6)) == 4
+        assert await two.store(HASHES, BLOCKS) == 6
+        await one.refresh()
+        assert one.locate(HASHES) == 6
     assert len(listed(store)) == 2, "what is held is not put again"
 
 
-def test_neighbours_are_got_by_one_request(monkeypatch: pytest.MonkeyPatch):
+async def test_neighbours_are_got_by_one_request(monkeypatch: pytest.MonkeyPatch):
     calls = []
     get = obstore.get_range_async
 
@@ -118,20 +108,17 @@ def test_neighbours_are_got_by_one_request(monkeypatch: pytest.MonkeyPatch):
         calls.append((options["start"] - head_bytes(6), options["end"] - options["start"]))
         return get(store, key, **options)
 
-    async def main():
-        async with make(MemoryStore(), pack_bytes=1 << 20) as packs:
-            await packs.store(HASHES, BLOCKS)
-            monkeypatch.setattr(obstore, "get_range_async", noted)
-            assert await packs.load(HASHES[1:5], targets(4)) == 4
-            assert await packs.load(HASHES[[0, 2, 3]], targets(3)) == 3
-
-    run_async(main())
+    async with make(MemoryStore(), pack_bytes=1 << 20) as packs:
+        await packs.store(HASHES, BLOCKS)
+        monkeypatch.setattr(obstore, "get_range_async", noted)
+        assert await packs.load(HASHES[1:5], targets(4)) == 4
+        assert await packs.load(HASHES[[0, 2, 3]], targets(3)) == 3
     size = BLOCK_BYTES
     assert calls[0] == (size, FOUR)
     assert sorted(calls[1:]) == [(0, size), (2 * size, 2 * size)]
 
 
-def test_blocks_of_another_namespace_are_never_served():
+async def test_blocks_of_another_namespace_are_never_served():
     store = MemoryStore()
     fields = {name: getattr(NAMESPACE, name) for name in NAMESPACE.__struct_fields__}
     others = [
@@ -139,201 +126,168 @@ def test_blocks_of_another_namespace_are_never_served():
         for name in fields
     ]
 
-    async def main():
-        await filled(store)
-        for namespace in others:
-            async with make(store, namespace) as packs:
-                await packs.refresh()
-                assert packs.locate(HASHES) == 0
-                for key, raw in listed(store).items():  # somebody moves packs to its folder
-                    obstore.put(store, f"kv/{namespace.digest.hex()}/{key[-32:]}", raw)
-                await packs.refresh()
-                assert (packs.locate(HASHES), packs.counts.packs_refused) == (0, 2)
-
-    run_async(main())
+    await filled(store)
+    for namespace in others:
+        async with make(store, namespace) as packs:
+            await packs.refresh()
+            assert packs.locate(HASHES) == 0
+            for key, raw in listed(store).items():  # somebody moves packs to its folder
+                obstore.put(store, f"kv/{namespace.digest.hex()}/{key[-32:]}", raw)
+            await packs.refresh()
+            assert (packs.locate(HASHES), packs.counts.packs_refused) == (0, 2)
 
 
 @pytest.mark.parametrize("block", [0, 3, 5])
-def test_a_flipped_bit_is_a_miss_and_the_block_is_stored_anew(block: int, capsys):
+async def test_a_flipped_bit_is_a_miss_and_the_block_is_stored_anew(block: int, capsys):
     store = MemoryStore()
 
-    async def main():
-        async with make(store, pack_bytes=1 << 20) as packs, make(store, pack_bytes=1 << 20) as other:
-            await packs.store(HASHES, BLOCKS)
-            (key,) = listed(store)
-            flip(store, key, head_bytes(6) + block * BLOCK_BYTES + 77)
-            await other.refresh()
-            into = targets(6)
-            assert await packs.load(HASHES, into) == block
-            assert (into[:block] == BLOCKS[:block]).all()
-            assert not into[block].any(), "damaged bytes do not reach the target"
-            assert (packs.counts.mismatched, packs.locate(HASHES)) == (1, block)
-            await packs.refresh()
-            assert packs.locate(HASHES) == block, "a list does not bring it back"
-            assert await other.load(HASHES, targets(6)) == block
-            assert await packs.store(HASHES, BLOCKS) == 6
-            assert await packs.load(HASHES, into) == 6
-            assert (into == BLOCKS).all()
-            await other.refresh()
-            assert await other.load(HASHES, targets(6)) == 6
-            packs.check()
-            other.check()
-
-    run_async(main())
+    async with make(store, pack_bytes=1 << 20) as packs, make(store, pack_bytes=1 << 20) as other:
+        await packs.store(HASHES, BLOCKS)
+        (key,) = listed(store)
+        flip(store, key, head_bytes(6) + block * BLOCK_BYTES + 77)
+        await other.refresh()
+        into = targets(6)
+        assert await packs.load(HASHES, into) == block
+        assert (into[:block] == BLOCKS[:block]).all()
+        assert not into[block].any(), "damaged bytes do not reach the target"
+        assert (packs.counts.mismatched, packs.locate(HASHES)) == (1, block)
+        await packs.refresh()
+        assert packs.locate(HASHES) == block, "a list does not bring it back"
+        assert await other.load(HASHES, targets(6)) == block
+        assert await packs.store(HASHES, BLOCKS) == 6
+        assert await packs.load(HASHES, into) == 6
+        assert (into == BLOCKS).all()
+        await other.refresh()
+        assert await other.load(HASHES, targets(6)) == 6
+        packs.check()
+        other.check()
     assert "".join(capsys.readouterr()).count("pack_mismatched") == 2
 
 
-def test_a_damaged_pack_is_replaced_by_the_next_one_of_its_name():
+async def test_a_damaged_pack_is_replaced_by_the_next_one_of_its_name():
     store = MemoryStore()
 
-    async def main():
-        async with make(store) as packs:
-            await packs.store(HASHES[:1], BLOCKS[:1])
-            (key,) = listed(store)
-            flip(store, key, -1)
-            assert await packs.load(HASHES[:1], targets(1)) == 0
-            await packs.store(HASHES[:1], BLOCKS[:1])
-            assert await packs.load(HASHES[:1], targets(1)) == 1
-            flip(store, key, 60)
-            async with make(store) as other:
-                await other.refresh()
-                assert other.counts.packs_refused == 1
-                assert await other.store(HASHES[:1], BLOCKS[:1]) == 1
-                assert await other.load(HASHES[:1], targets(1)) == 1
-        assert list(listed(store)) == [key]
-
-    run_async(main())
+    async with make(store) as packs:
+        await packs.store(HASHES[:1], BLOCKS[:1])
+        (key,) = listed(store)
+        flip(store, key, -1)
+        assert await packs.load(HASHES[:1], targets(1)) == 0
+        await packs.store(HASHES[:1], BLOCKS[:1])
+        assert await packs.load(HASHES[:1], targets(1)) == 1
+        flip(store, key, 60)
+        async with make(store) as other:
+            await other.refresh()
+            assert other.counts.packs_refused == 1
+            assert await other.store(HASHES[:1], BLOCKS[:1]) == 1
+            assert await other.load(HASHES[:1], targets(1)) == 1
+    assert list(listed(store)) == [key]
 
 
 @pytest.mark.parametrize("left", [0, 10, head_bytes(4), head_bytes(4) + BLOCK_BYTES + 5])
-def test_a_pack_that_is_cut_off_is_a_miss(left: int):
+async def test_a_pack_that_is_cut_off_is_a_miss(left: int):
     store = MemoryStore()
 
-    async def main():
-        await filled(store)
-        async with make(store) as packs:
-            await packs.refresh()
-            key, raw = next((key, raw) for key, raw in listed(store).items() if len(raw) > FOUR)
-            obstore.put(store, key, raw[:left])
-            assert await packs.load(HASHES, targets(6)) == max(left - head_bytes(4), 0) // BLOCK_BYTES
-            async with make(store) as later:
-                await later.refresh()
-                assert (later.locate(HASHES), later.counts.packs_refused) == (0, 1)
-                assert later.num_cached == 2
-
-    run_async(main())
+    await filled(store)
+    async with make(store) as packs:
+        await packs.refresh()
+        key, raw = next((key, raw) for key, raw in listed(store).items() if len(raw) > FOUR)
+        obstore.put(store, key, raw[:left])
+        assert await packs.load(HASHES, targets(6)) == max(left - head_bytes(4), 0) // BLOCK_BYTES
+        async with make(store) as later:
+            await later.refresh()
+            assert (later.locate(HASHES), later.counts.packs_refused) == (0, 1)
+            assert later.num_cached == 2
 
 
-def test_a_pack_that_went_away_is_a_miss_and_is_forgotten():
+async def test_a_pack_that_went_away_is_a_miss_and_is_forgotten():
     store = MemoryStore()
 
-    async def main():
-        async with make(store) as packs:
-            await packs.store(HASHES, BLOCKS)
-            keys = list(listed(store))
-            obstore.delete(store, keys)
-            assert packs.locate(HASHES) == 6
-            assert await packs.load(HASHES, targets(6)) == 0
-            assert (packs.locate(HASHES), packs.counts.packs_gone) == (0, 2)
-            await packs.store(HASHES, BLOCKS)
-            obstore.delete(store, keys)
-            await packs.refresh()
-            assert packs.num_cached == 0
-            packs.check()
-
-    run_async(main())
+    async with make(store) as packs:
+        await packs.store(HASHES, BLOCKS)
+        keys = list(listed(store))
+        obstore.delete(store, keys)
+        assert packs.locate(HASHES) == 6
+        assert await packs.load(HASHES, targets(6)) == 0
+        assert (packs.locate(HASHES), packs.counts.packs_gone) == (0, 2)
+        await packs.store(HASHES, BLOCKS)
+        obstore.delete(store, keys)
+        await packs.refresh()
+        assert packs.num_cached == 0
+        packs.check()
 
 
-def test_the_oldest_packs_beyond_the_budget_are_deleted_in_all_namespaces():
+async def test_the_oldest_packs_beyond_the_budget_are_deleted_in_all_namespaces():
     store = MemoryStore()
     other = Namespace(model_digest="old", dtype="bfloat16", layout="layers", block_size=4)
 
-    async def main():
-        obstore.put(store, "kv/README", b"not ours")
-        obstore.put(store, f"elsewhere/{FOLDER}/{'0' * 32}", b"x" * 100_000)
-        async with make(store, other) as old:
-            await old.store(HASHES[:4], BLOCKS[:4])
-        budget = 2 * (head_bytes(4) + FOUR)
-        async with make(store, budget_bytes=budget) as packs, make(store, budget_bytes=budget) as two:
-            for first in (1, 2):
-                await packs.store(chain(4, first), content(chain(4, first)))
-            await two.refresh()
-            assert sorted(await asyncio.gather(packs.collect(), two.collect()))[1] == 1
-            assert len(listed(store)) == 4
-            assert await packs.load(chain(4, 1), targets(4)) == 4
-            await packs.store(chain(4, 3), content(chain(4, 3)))
-            assert await two.collect() == 1
-            assert await packs.load(chain(4, 1), targets(4)) == 0
-            await two.refresh()
-            assert [two.locate(chain(4, first)) for first in (1, 2, 3)] == [0, 4, 4]
-            assert {"kv/README"} <= set(listed(store))
-
-    run_async(main())
+    obstore.put(store, "kv/README", b"not ours")
+    obstore.put(store, f"elsewhere/{FOLDER}/{'0' * 32}", b"x" * 100_000)
+    async with make(store, other) as old:
+        await old.store(HASHES[:4], BLOCKS[:4])
+    budget = 2 * (head_bytes(4) + FOUR)
+    async with make(store, budget_bytes=budget) as packs, make(store, budget_bytes=budget) as two:
+        for first in (1, 2):
+            await packs.store(chain(4, first), content(chain(4, first)))
+        await two.refresh()
+        assert sorted(await asyncio.gather(packs.collect(), two.collect()))[1] == 1
+        assert len(listed(store)) == 4
+        assert await packs.load(chain(4, 1), targets(4)) == 4
+        await packs.store(chain(4, 3), content(chain(4, 3)))
+        assert await two.collect() == 1
+        assert await packs.load(chain(4, 1), targets(4)) == 0
+        await two.refresh()
+        assert [two.locate(chain(4, first)) for first in (1, 2, 3)] == [0, 4, 4]
+        assert {"kv/README"} <= set(listed(store))
 
 
-def test_packs_beyond_their_age_are_deleted(monkeypatch: pytest.MonkeyPatch):
+async def test_packs_beyond_their_age_are_deleted(monkeypatch: pytest.MonkeyPatch):
     store = MemoryStore()
     now = datetime.now(UTC)
 
-    async def main():
-        async with make(store, age_max_s=3600.0) as packs:
-            await packs.store(HASHES, BLOCKS)
-            assert await packs.collect() == 0
-            later = (now + timedelta(hours=2)).timestamp()
-            monkeypatch.setattr("penstock.kv.object.catalogue.wall_time_s", lambda: later)
-            assert await packs.collect() == 2
-            assert (packs.locate(HASHES), packs.counts.packs_deleted) == (0, 2)
-        assert not listed(store)
-
-    run_async(main())
+    async with make(store, age_max_s=3600.0) as packs:
+        await packs.store(HASHES, BLOCKS)
+        assert await packs.collect() == 0
+        later = (now + timedelta(hours=2)).timestamp()
+        monkeypatch.setattr("penstock.kv.object.catalogue.wall_time_s", lambda: later)
+        assert await packs.collect() == 2
+        assert (packs.locate(HASHES), packs.counts.packs_deleted) == (0, 2)
+    assert not listed(store)
 
 
-def test_packs_of_other_writers_are_found_without_asking():
+async def test_packs_of_other_writers_are_found_without_asking():
     store = MemoryStore()
 
-    async def main():
-        async with make(store, refresh_s=0.01) as reader:
-            await filled(store)
-            await until(lambda: reader.locate(HASHES) == 6)
-
-    run_async(main())
+    async with make(store, refresh_s=0.01) as reader:
+        await filled(store)
+        await until(lambda: reader.locate(HASHES) == 6)
 
 
-def test_more_than_may_wait_is_not_stored():
-    async def main():
-        async with make(MemoryStore(), storing_max_bytes=2 * BLOCK_BYTES) as packs:
-            assert await packs.store(HASHES, BLOCKS) == 2
-            assert packs.counts.refused == 4
-            assert await packs.store(HASHES, BLOCKS) == 4, "once they are put there is room again"
-
-    run_async(main())
+async def test_more_than_may_wait_is_not_stored():
+    async with make(MemoryStore(), storing_max_bytes=2 * BLOCK_BYTES) as packs:
+        assert await packs.store(HASHES, BLOCKS) == 2
+        assert packs.counts.refused == 4
+        assert await packs.store(HASHES, BLOCKS) == 4, "once they are put there is room again"
 
 
-def test_the_index_has_a_bound():
+async def test_the_index_has_a_bound():
     store = MemoryStore()
 
-    async def main():
-        await filled(store, pack_bytes=1)
-        async with make(store, packs_max=2) as packs:
-            await packs.refresh()
-            assert packs.num_cached == 2
-
-    run_async(main())
+    await filled(store, pack_bytes=1)
+    async with make(store, packs_max=2) as packs:
+        await packs.refresh()
+        assert packs.num_cached == 2
 
 
-def test_buffers_may_be_scattered_and_have_the_right_size():
-    async def main():
-        async with make(MemoryStore()) as packs:
-            assert await packs.store(HASHES, [bytes(row) for row in BLOCKS]) == 6
-            into = [bytearray(BLOCK_BYTES) for _ in range(6)]
-            assert await packs.load(HASHES, into) == 6
-            assert [bytes(row) for row in BLOCKS] == into
-            with pytest.raises(ValueError, match="expected 8192 contiguous writable bytes"):
-                await packs.load(HASHES, [bytearray(BLOCK_BYTES - 1)])
-            with pytest.raises(ValueError, match="read-only: True"):
-                await packs.load(HASHES, [bytes(BLOCK_BYTES)])
-
-    run_async(main())
+async def test_buffers_may_be_scattered_and_have_the_right_size():
+    async with make(MemoryStore()) as packs:
+        assert await packs.store(HASHES, [bytes(row) for row in BLOCKS]) == 6
+        into = [bytearray(BLOCK_BYTES) for _ in range(6)]
+        assert await packs.load(HASHES, into) == 6
+        assert [bytes(row) for row in BLOCKS] == into
+        with pytest.raises(ValueError, match="expected 8192 contiguous writable bytes"):
+            await packs.load(HASHES, [bytearray(BLOCK_BYTES - 1)])
+        with pytest.raises(ValueError, match="read-only: True"):
+            await packs.load(HASHES, [bytes(BLOCK_BYTES)])
 
 
 class Sick:
@@ -367,135 +321,117 @@ class Sick:
         FileNotFoundError("NoSuchBucket"),
     ],
 )
-def test_errors_of_the_store_turn_the_tier_off_with_one_warning(monkeypatch, capsys, error: Exception):
+async def test_errors_of_the_store_turn_the_tier_off_with_one_warning(monkeypatch, capsys, error: Exception):
     sick, breaker = Sick(monkeypatch), CircuitBreaker("object", failures_max=2, pause_s=0.0001)
 
-    async def main():
-        async with make(MemoryStore()) as packs:
-            tier = GuardedStore(packs, breaker, timeout_s=5.0)
-            assert await tier.store(HASHES[:4], BLOCKS[:4]) == 4
-            sick.error = error
-            with pytest.raises(TransferError, match=str(error)):
-                await packs.load(HASHES[:4], targets(4))
-            with pytest.raises(TransferError, match=str(error)):
-                await packs.store(HASHES, BLOCKS)
-            for _ in range(2):
-                assert await tier.load(HASHES[:4], targets(4)) == 0
-                assert await tier.store(HASHES, BLOCKS) == 0
-            assert not breaker.is_on
-            sick.error = None
-            async with asyncio.timeout(10):
-                while await tier.store(HASHES, BLOCKS) < 6:
-                    pass
-            assert await tier.load(HASHES, targets(6)) == 6
-            assert breaker.is_on
-            packs.check()
-
-    run_async(main())
+    async with make(MemoryStore()) as packs:
+        tier = GuardedStore(packs, breaker, timeout_s=5.0)
+        assert await tier.store(HASHES[:4], BLOCKS[:4]) == 4
+        sick.error = error
+        with pytest.raises(TransferError, match=str(error)):
+            await packs.load(HASHES[:4], targets(4))
+        with pytest.raises(TransferError, match=str(error)):
+            await packs.store(HASHES, BLOCKS)
+        for _ in range(2):
+            assert await tier.load(HASHES[:4], targets(4)) == 0
+            assert await tier.store(HASHES, BLOCKS) == 0
+        assert not breaker.is_on
+        sick.error = None
+        async with asyncio.timeout(10):
+            while await tier.store(HASHES, BLOCKS) < 6:
+                pass
+        assert await tier.load(HASHES, targets(6)) == 6
+        assert breaker.is_on
+        packs.check()
     text = "".join(capsys.readouterr())
     assert (text.count("kv_tier_off"), text.count("kv_tier_on")) == (1, 1), json.dumps(text)
 
 
-def test_a_store_that_hangs_keeps_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch):
+async def test_a_store_that_hangs_keeps_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch):
     sick = Sick(monkeypatch)
     monkeypatch.setattr("penstock.kv.object.packs._CLOSE_S", 0.01)
 
-    async def main():
-        async with make(MemoryStore()) as packs:
-            await packs.store(HASHES[:4], BLOCKS[:4])
-            sick.hangs = True
-            into = targets(4)
-            with pytest.raises(DeadlineExceeded, match="no answer within"):
-                await packs.load(HASHES[:4], into, timeout_s=0.01)
-            sources = BLOCKS.copy()
-            with pytest.raises(DeadlineExceeded, match="no answer within"):
-                await packs.store(HASHES, sources, timeout_s=0.01)
-            sources[:] = 0
-            sick.hangs = False
-            assert await packs.load(HASHES[:4], targets(4)) == 4, "what hung holds no request for ever"
-            assert not into.any()
-            sick.hangs = True
-            other = chain(2, 9)
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(packs.store(other, content(other)))
-                await asyncio.sleep(0)
-                task.cancel()
-            packs.check()
-
-    run_async(main())
+    async with make(MemoryStore()) as packs:
+        await packs.store(HASHES[:4], BLOCKS[:4])
+        sick.hangs = True
+        into = targets(4)
+        with pytest.raises(DeadlineExceeded, match="no answer within"):
+            await packs.load(HASHES[:4], into, timeout_s=0.01)
+        sources = BLOCKS.copy()
+        with pytest.raises(DeadlineExceeded, match="no answer within"):
+            await packs.store(HASHES, sources, timeout_s=0.01)
+        sources[:] = 0
+        sick.hangs = False
+        assert await packs.load(HASHES[:4], targets(4)) == 4, "what hung holds no request for ever"
+        assert not into.any()
+        sick.hangs = True
+        other = chain(2, 9)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(packs.store(other, content(other)))
+            await asyncio.sleep(0)
+            task.cancel()
+        packs.check()
 
 
-def test_loads_do_not_wait_behind_puts_that_hang(monkeypatch: pytest.MonkeyPatch):
+async def test_loads_do_not_wait_behind_puts_that_hang(monkeypatch: pytest.MonkeyPatch):
     sick = Sick(monkeypatch)
     monkeypatch.setattr("penstock.kv.object.packs._CLOSE_S", 0.01)
 
-    async def main():
-        async with make(MemoryStore(), requests=1) as packs:
-            await packs.store(HASHES[:4], BLOCKS[:4])
-            sick.hangs = True
-            with pytest.raises(DeadlineExceeded):
-                await packs.store(HASHES, BLOCKS, timeout_s=0.01)
-            sick.hangs = False
-            assert await packs.load(HASHES[:4], targets(4), timeout_s=20.0) == 4
-            assert await packs.store(HASHES, BLOCKS) == 4, "the put may still come to its end"
-
-    run_async(main())
+    async with make(MemoryStore(), requests=1) as packs:
+        await packs.store(HASHES[:4], BLOCKS[:4])
+        sick.hangs = True
+        with pytest.raises(DeadlineExceeded):
+            await packs.store(HASHES, BLOCKS, timeout_s=0.01)
+        sick.hangs = False
+        assert await packs.load(HASHES[:4], targets(4), timeout_s=20.0) == 4
+        assert await packs.store(HASHES, BLOCKS) == 4, "the put may still come to its end"
 
 
-def test_sources_may_change_once_a_store_gave_up():
+async def test_sources_may_change_once_a_store_gave_up():
     store = MemoryStore()
 
-    async def main():
-        async with make(store, gather_s=0.05) as packs:
-            sources = BLOCKS.copy()
-            with pytest.raises(DeadlineExceeded):
-                await packs.store(HASHES[:2], sources[:2], timeout_s=0.0)
-            sources[:] = 0
-            await until(lambda: packs.locate(HASHES) == 2)
-            into = targets(2)
-            assert await packs.load(HASHES[:2], into) == 2
-            assert (into == BLOCKS[:2]).all()
-
-    run_async(main())
+    async with make(store, gather_s=0.05) as packs:
+        sources = BLOCKS.copy()
+        with pytest.raises(DeadlineExceeded):
+            await packs.store(HASHES[:2], sources[:2], timeout_s=0.0)
+        sources[:] = 0
+        await until(lambda: packs.locate(HASHES) == 2)
+        into = targets(2)
+        assert await packs.load(HASHES[:2], into) == 2
+        assert (into == BLOCKS[:2]).all()
 
 
-def test_errors_of_the_body_stay_as_they_are_and_a_cancellation_ends_it():
+async def test_errors_of_the_body_stay_as_they_are_and_a_cancellation_ends_it():
     async def raise_in_body():
         async with make(MemoryStore()):
             raise ConfigError("planted")
 
-    async def main():
-        with pytest.raises(ConfigError, match="planted"):
-            await raise_in_body()
-        inside = asyncio.Event()
+    with pytest.raises(ConfigError, match="planted"):
+        await raise_in_body()
+    inside = asyncio.Event()
 
-        async def stay():
-            async with make(MemoryStore(), refresh_s=0.001) as packs:
-                await packs.store(HASHES, BLOCKS)
-                inside.set()
-                await asyncio.Event().wait()
+    async def stay():
+        async with make(MemoryStore(), refresh_s=0.001) as packs:
+            await packs.store(HASHES, BLOCKS)
+            inside.set()
+            await asyncio.Event().wait()
 
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(stay())
-            await inside.wait()
-            task.cancel()
-        assert task.cancelled()
-
-    run_async(main())
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(stay())
+        await inside.wait()
+        task.cancel()
+    assert task.cancelled()
 
 
-def test_what_waits_is_put_when_it_is_closed():
+async def test_what_waits_is_put_when_it_is_closed():
     store = MemoryStore()
 
-    async def main():
-        async with make(store, gather_s=1000.0) as packs:
-            with pytest.raises(DeadlineExceeded):
-                await packs.store(HASHES[:2], BLOCKS[:2], timeout_s=0.0)
-        async with make(store) as packs:
-            await packs.refresh()
-            assert packs.locate(HASHES) == 2
-
-    run_async(main())
+    async with make(store, gather_s=1000.0) as packs:
+        with pytest.raises(DeadlineExceeded):
+            await packs.store(HASHES[:2], BLOCKS[:2], timeout_s=0.0)
+    async with make(store) as packs:
+        await packs.refresh()
+        assert packs.locate(HASHES) == 2
 
 
 @pytest.mark.parametrize(

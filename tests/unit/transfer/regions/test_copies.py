@@ -78,7 +78,7 @@ def test_bytes_that_change_meanwhile_are_noticed(length):
         copy(columns(target, source, [(0, 0, length)]), checksum=True, reach=Disturbed())
 
 
-def test_a_cancellation_waits_until_the_thread_has_let_go():
+async def test_a_cancellation_waits_until_the_thread_has_let_go():
     began, may_end = threading.Event(), threading.Event()
     ended = []
 
@@ -87,17 +87,14 @@ def test_a_cancellation_waits_until_the_thread_has_let_go():
         assert may_end.wait(10)
         ended.append(bool(stop[0]))
 
-    async def main():
-        with ThreadPoolExecutor(1) as executor:
-            task = asyncio.ensure_future(on_thread(executor, work))
-            await asyncio.to_thread(began.wait)
-            task.cancel()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert not task.done()
-            may_end.set()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert ended == [True]
-
-    run_async(main())
+    with ThreadPoolExecutor(1) as executor:
+        task = asyncio.ensure_future(on_thread(executor, work))
+        await asyncio.to_thread(began.wait)
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended == [True]

@@ -8,8 +8,7 @@ import pytest
 
 from penstock.core.errors import TransferRefused
 from penstock.core.types.kv.layout import KvLayout, RankLayout
-from penstock.testing.loop import run_async
-from penstock.transfer import TransferAgent, TransferConfig, TransferOp, reshard
+from penstock.transfer import TransferAgent, TransferConfig, reshard
 
 MODEL = KvLayout(num_layers=4, num_kv_heads=8, head_dim=16, dtype="float16", element_bytes=2, block_size=16)
 LATENT = KvLayout(
@@ -30,16 +29,6 @@ def replaced(layout: KvLayout, **fields: Any) -> KvLayout:
     """Change the first rank."""
     first, *others = layout.ranks
     return msgspec.structs.replace(layout, ranks=(msgspec.structs.replace(first, **fields), *others))
-
-
-def test_equal_layouts_move_a_block_at_once() -> None:
-    worker = MODEL.split(num_blocks=9, tp=2)
-    assert ranges(worker, worker) == [(0, 0, 1), (1, 1, 1)]
-
-
-def test_a_region_per_layer_takes_a_range_for_keys_and_one_for_values_of_each() -> None:
-    worker = MODEL.split(num_blocks=9, order=PER_LAYER)
-    assert ranges(worker, worker) == [(0, 0, 8)]
 
 
 def test_heads_before_tokens_make_for_longer_ranges() -> None:
@@ -65,67 +54,25 @@ def test_the_ranks_of_the_target_are_spread_over_those_that_hold_the_same() -> N
     assert pairs(4, 4) == [(0, 0), (1, 1), (2, 2), (3, 3)]
 
 
-def test_pipeline_stages_come_from_the_ranks_that_hold_their_layers() -> None:
-    moved = ranges(MODEL.split(num_blocks=9, pp=2), MODEL.split(num_blocks=9, pp=4))
-    assert moved == [(0, 0, 1), (0, 1, 1), (1, 2, 1), (1, 3, 1)]
-
-
-def test_consecutive_blocks_are_listed_so_that_they_merge() -> None:
-    async def main() -> None:
-        worker = MODEL.split(num_blocks=6, order=PER_LAYER)
-        (move,) = reshard.plan(worker, worker).moves
-        async with (
-            TransferAgent("reader", TransferConfig(listen=("memory",), transports=("memory",))) as reader,
-            TransferAgent("owner", TransferConfig(listen=("memory",), transports=("memory",))) as owner,
-        ):
-            sizes = reshard.region_bytes(worker, 0)
-            ours = [reader.register(np.zeros(size, np.uint8)) for size in sizes]
-            theirs = [owner.register(np.zeros(size, np.uint8)) for size in sizes]
-            peer = await reader.connect(owner.metadata(theirs))
-            there, here = move.descriptors(
-                [1, 2, 3],
-                [3, 4, 5],
-                source_regions=[region.region_id for region in theirs],
-                target_regions=[region.region_id for region in ours],
-            )
-            assert len(here) == 3 * 8
-            assert len(reader.prepare(here, there, peer).pairs) == 8
-
-    run_async(main())
-
-
-def test_blocks_move_between_agents_of_two_workers() -> None:
-    """From 4 ranks, tokens first and a region per layer, to 2 ranks, heads first in one region, of two stages."""
-
-    async def main() -> None:
-        source = MODEL.split(num_blocks=6, tp=4, order=PER_LAYER)
-        target = MODEL.split(num_blocks=5, tp=1, pp=2, order=HEADS_FIRST)
-        truth = np.random.default_rng(5).integers(
-            0, 2**16, (2, 4, 2, 16, 8, 16), np.uint16
-        )  # from blocks 4, 1
-        config = TransferConfig(listen=("memory",), transports=("memory",))
-        async with TransferAgent("prefill", config) as prefill, TransferAgent("decode", config) as decode:
-            owned = []
-            for rank in source.ranks:
-                memory = np.zeros((4, 2, 6, 16, 2, 16), np.uint16)
-                memory[:, :, [4, 1]] = truth[..., rank.heads, :].transpose(1, 2, 0, 3, 4, 5)
-                owned.append([prefill.register(layer).region_id for layer in memory])
-            peer = await decode.connect(prefill.metadata())
-            pools = [np.zeros((5, 2, 2, 8, 16, 16), np.uint16) for _ in target.ranks]
-            regions = [decode.register(pool).region_id for pool in pools]
-            for move in reshard.plan(source, target).moves:
-                there, here = move.descriptors(
-                    [4, 1],
-                    [0, 3],
-                    source_regions=owned[move.source.rank],
-                    target_regions=[regions[move.target.rank]],
-                )
-                await decode.post(TransferOp.READ, here, there, peer).wait()
-        for rank, pool in zip(target.ranks, pools, strict=True):
-            assert np.array_equal(pool[[0, 3]], truth[:, rank.layers].transpose(0, 1, 2, 4, 3, 5))
-            assert not pool[[1, 2, 4]].any()
-
-    run_async(main())
+async def test_consecutive_blocks_are_listed_so_that_they_merge() -> None:
+    worker = MODEL.split(num_blocks=6, order=PER_LAYER)
+    (move,) = reshard.plan(worker, worker).moves
+    async with (
+        TransferAgent("reader", TransferConfig(listen=("memory",), transports=("memory",))) as reader,
+        TransferAgent("owner", TransferConfig(listen=("memory",), transports=("memory",))) as owner,
+    ):
+        sizes = reshard.region_bytes(worker, 0)
+        ours = [reader.register(np.zeros(size, np.uint8)) for size in sizes]
+        theirs = [owner.register(np.zeros(size, np.uint8)) for size in sizes]
+        peer = await reader.connect(owner.metadata(theirs))
+        there, here = move.descriptors(
+            [1, 2, 3],
+            [3, 4, 5],
+            source_regions=[region.region_id for region in theirs],
+            target_regions=[region.region_id for region in ours],
+        )
+        assert len(here) == 3 * 8
+        assert len(reader.prepare(here, there, peer).pairs) == 8
 
 
 def test_blocks_and_regions_that_are_not_there_are_refused() -> None:

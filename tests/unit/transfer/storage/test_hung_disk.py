@@ -3,18 +3,19 @@
 import asyncio
 import os
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.core.errors import ChecksumMismatch, DeadlineExceeded, MemoryInUse, TransferError
-from penstock.testing.loop import run_async
 from penstock.transfer import Arena, FileRegion, TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.storage.bucket import _settings
 from penstock.transfer.storage.file import FileStorage
 from penstock.transfer.storage.io_threads import IoThreads
-from penstock.transfer.storage.slab import SUMS_SUFFIX, Slab
+from penstock.transfer.storage.slab import SUMS_SUFFIX
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 SIZE = 1 << 20
@@ -43,90 +44,61 @@ class SickDisk:
     def _perhaps_hang(self, fd):
         if self.sick and str(Path(f"/proc/self/fd/{fd}").readlink()) == self.sick:
             self.hanging.release()
-            self.healed.wait(20)
+            assert self.healed.wait(60)
 
 
-def run_scenario(scenario, tmp_path: Path) -> None:
+@asynccontextmanager
+async def hung(tmp_path: Path) -> AsyncIterator[tuple[TransferAgent, SickDisk, Any, Any, Any]]:
+    """Give an agent with memory, a slab whose disk hangs, and one whose disk does not."""
     disk = SickDisk()
-
-    async def main() -> None:
-        config = TransferConfig(listen=(), heartbeat_timeout_s=0.2)
-        transport = FileStorage(threads=2, io_bytes=65_536, disk=disk)
-        with Arena.create(SIZE) as arena:
-            try:
-                async with TransferAgent("a", config, transports=[transport]) as agent:
-                    files = [agent.register(FileRegion(tmp_path / name, SIZE)) for name in ("sick", "well")]
-                    local = agent.register(arena)
-                    for slab in files:
-                        await agent.post(WRITE, local.ranges(), slab.ranges()).wait()
-                    disk.sick = str(tmp_path / "sick")
-                    await scenario(agent, disk, local, *files)
-                    disk.healed.set()
-            finally:
+    config = TransferConfig(listen=(), heartbeat_timeout_s=0.2)
+    transport = FileStorage(threads=2, io_bytes=65_536, disk=disk)
+    with Arena.create(SIZE) as arena:
+        try:
+            async with TransferAgent("a", config, transports=[transport]) as agent:
+                sick, well = (agent.register(FileRegion(tmp_path / name, SIZE)) for name in ("sick", "well"))
+                local = agent.register(arena)
+                for slab in (sick, well):
+                    await agent.post(WRITE, local.ranges(), slab.ranges()).wait()
+                disk.sick = str(tmp_path / "sick")
+                yield agent, disk, local, sick, well
                 disk.healed.set()
-
-    run_async(main())
+        finally:
+            disk.healed.set()
 
 
 @pytest.mark.parametrize("op", [READ, WRITE])
-def test_a_disk_that_hangs_keeps_no_deadline_waiting_and_nobody_else(op: TransferOp, tmp_path: Path) -> None:
-    async def scenario(agent, disk, local, sick, well):
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
+async def test_a_disk_that_hangs_keeps_no_deadline_waiting_and_nobody_else(
+    op: TransferOp, tmp_path: Path
+) -> None:
+    async with hung(tmp_path) as (agent, disk, local, sick, well):
         stuck = [agent.post(op, local.ranges(), sick.ranges(), timeout_s=0.05) for _ in range(4)]
         await asyncio.to_thread(disk.hanging.acquire)
         for handle in stuck:
             with pytest.raises(DeadlineExceeded):
                 await handle.wait()
-        assert loop.time() - began_s < 5, "and not as long as the disk hangs"
         await agent.post(op, local.ranges(), well.ranges()).wait()
-        disk.healed.set()
-
-    run_scenario(scenario, tmp_path)
 
 
-def test_a_disk_that_hangs_while_a_slab_is_opened_stops_neither_the_loop_nor_other_files(
+async def test_a_disk_that_hangs_while_a_slab_is_opened_stops_neither_the_loop_nor_other_files(
     tmp_path: Path,
 ) -> None:
-    async def scenario(agent, disk, local, sick, well):
+    async with hung(tmp_path) as (agent, disk, local, _, well):
         disk.sick = str(tmp_path / "new")
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
         new = agent.register(FileRegion(tmp_path / "new", SIZE))
         for op in (WRITE, READ):
             with pytest.raises(DeadlineExceeded):
                 await agent.post(op, local.ranges(), new.ranges(), timeout_s=0.05).wait()
         await agent.post(WRITE, local.ranges(), well.ranges()).wait()
-        assert loop.time() - began_s < 5, "and not as long as the disk hangs"
-        assert disk.hanging.acquire(blocking=False), "it hangs"
+        await asyncio.to_thread(disk.hanging.acquire)
         disk.healed.set()
         await agent.post(WRITE, local.ranges(), new.ranges()).wait()
         await agent.post(READ, local.ranges(), new.ranges()).wait()
 
-    run_scenario(scenario, tmp_path)
-
 
 @pytest.mark.slow
-def test_a_slab_that_hangs_as_it_is_opened_is_in_quarantine(tmp_path: Path) -> None:
-    async def scenario(agent, disk, local, sick, well):
-        disk.sick = str(tmp_path / "new")
-        new = agent.register(FileRegion(tmp_path / "new", SIZE))
-        await asyncio.to_thread(disk.hanging.acquire)
-        with pytest.raises(MemoryInUse):
-            await agent.deregister(new)
-        await agent.deregister(local)
-        disk.healed.set()
-        async with asyncio.timeout(10):
-            while new in agent.quarantined:  # noqa: ASYNC110 - a thread ends
-                await asyncio.sleep(0.01)
-        await agent.deregister(new)
-
-    run_scenario(scenario, tmp_path)
-
-
-@pytest.mark.slow
-def test_memory_that_a_hung_disk_may_still_write_is_in_quarantine(tmp_path: Path) -> None:
-    async def scenario(agent, disk, local, sick, well):
+async def test_memory_that_a_hung_disk_may_still_write_is_in_quarantine(tmp_path: Path) -> None:
+    async with hung(tmp_path) as (agent, disk, local, sick, _):
         handle = agent.post(READ, local.ranges(), sick.ranges(), timeout_s=0.05)
         with pytest.raises(DeadlineExceeded):
             await handle.wait()
@@ -136,18 +108,15 @@ def test_memory_that_a_hung_disk_may_still_write_is_in_quarantine(tmp_path: Path
             await agent.deregister(sick)
         disk.healed.set()
         for registration in (local, sick):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while registration in agent.quarantined:  # noqa: ASYNC110 - a thread ends
                     await asyncio.sleep(0.01)
             await agent.deregister(registration)
 
-    run_scenario(scenario, tmp_path)
 
-
-def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.transfer.storage.file._CLOSE_S", 0.25)
-
-    async def scenario(agent, disk, local, sick, well):
+    async with hung(tmp_path) as (agent, _, local, sick, _):
         with pytest.raises(DeadlineExceeded):
             await agent.post(READ, local.ranges(), sick.ranges(), timeout_s=0.05).wait()
         turns = 0
@@ -165,54 +134,27 @@ def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pyte
         turning.cancel()
         assert turns > 1, "the loop went on"
 
-    run_scenario(scenario, tmp_path)
 
-
-def test_space_is_reserved_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    by, take_space = [], Slab._take_space
-
-    def noted(slab: Slab) -> None:
-        by.append(threading.current_thread())
-        take_space(slab)
-
-    monkeypatch.setattr(Slab, "_take_space", noted)
-
-    async def main() -> None:
-        async with TransferAgent("a", TransferConfig(listen=())) as agent:
-            slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
-            await agent.post(WRITE, local.ranges(), slab.ranges()).wait()
-
-    run_async(main())
-    assert [thread is threading.main_thread() for thread in by] == [False]
-
-
-def test_space_is_taken_though_the_first_transfer_was_cancelled_before_a_thread_began(
+async def test_space_is_taken_though_the_first_transfer_was_cancelled_before_a_thread_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_begin, take = threading.Event(), IoThreads._take
 
     def take_late(threads: IoThreads) -> object:
-        may_begin.wait()
+        assert may_begin.wait(60)
         return take(threads)
 
     monkeypatch.setattr(IoThreads, "_take", take_late)
-
-    async def main() -> None:
-        async with TransferAgent("a", TransferConfig(listen=())) as agent:
-            slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
-            with pytest.raises(DeadlineExceeded):
-                await agent.post(READ, local.ranges(), slab.ranges(), timeout_s=0.05).wait()
-            may_begin.set()
-            with pytest.raises(ChecksumMismatch, match="never written"):
-                await agent.post(READ, local.ranges(), slab.ranges()).wait()
-
-    try:
-        run_async(main())
-    finally:
+    async with TransferAgent("a", TransferConfig(listen=())) as agent:
+        slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
+        with pytest.raises(DeadlineExceeded):
+            await agent.post(READ, local.ranges(), slab.ranges(), timeout_s=0.05).wait()
         may_begin.set()
+        with pytest.raises(ChecksumMismatch, match="never written"):
+            await agent.post(READ, local.ranges(), slab.ranges()).wait()
 
 
-def test_a_disk_without_space_is_an_error_of_every_transfer(
+async def test_a_disk_without_space_is_an_error_of_every_transfer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(fd: int, offset: int, length: int) -> None:
@@ -220,48 +162,21 @@ def test_a_disk_without_space_is_an_error_of_every_transfer(
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("penstock.transfer.storage.slab.os.posix_fallocate", full)
-
-    async def main() -> None:
-        async with TransferAgent("a", TransferConfig(listen=())) as agent:
-            slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
-            for op in (WRITE, READ):
-                with pytest.raises(TransferError, match="no space for"):
-                    await agent.post(op, local.ranges(), slab.ranges()).wait()
-
-    run_async(main())
+    async with TransferAgent("a", TransferConfig(listen=())) as agent:
+        slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
+        for op in (WRITE, READ):
+            with pytest.raises(TransferError, match="no space for"):
+                await agent.post(op, local.ranges(), slab.ranges()).wait()
 
 
-def test_checksums_that_are_cut_off_are_missing_and_do_not_end_the_process(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with TransferAgent("a", TransferConfig(listen=())) as agent:
-            slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
-            ranges = local.ranges(), slab.ranges()
-            await agent.post(WRITE, *ranges).wait()
-            os.truncate(tmp_path / f"kv{SUMS_SUFFIX}", 4096)
-            with pytest.raises(ChecksumMismatch, match="never written"):
-                await agent.post(READ, *ranges).wait()
-            await agent.post(WRITE, *ranges).wait()
+async def test_checksums_that_are_cut_off_are_missing_and_do_not_end_the_process(tmp_path: Path) -> None:
+    async with TransferAgent("a", TransferConfig(listen=())) as agent:
+        slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
+        ranges = local.ranges(), slab.ranges()
+        await agent.post(WRITE, *ranges).wait()
+        os.truncate(tmp_path / f"kv{SUMS_SUFFIX}", 4096)
+        with pytest.raises(ChecksumMismatch, match="never written"):
             await agent.post(READ, *ranges).wait()
-            assert np.all(np.frombuffer(local.region.owner[1], np.uint8) == 0)
-
-    run_async(main())
-
-
-@pytest.mark.parametrize(
-    ("environment", "options", "allowed"),
-    [
-        ("", {}, False),
-        ("true", {}, True),
-        ("1", {"endpoint": "https://store"}, True),
-        ("", {"endpoint": "http://store"}, True),
-        ("", {"allow_http": "true"}, True),
-        ("true", {"allow_http": "false"}, False),
-    ],
-)
-def test_plain_http_is_allowed_by_whoever_says_so(
-    environment: str, options: dict[str, str], allowed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ALLOW_HTTP", environment)
-    settings = _settings("s3://bucket", options, 1.0, 0)
-    assert settings["client_options"]["allow_http"] is allowed
-    assert "allow_http" not in settings["config"]
+        await agent.post(WRITE, *ranges).wait()
+        await agent.post(READ, *ranges).wait()
+        assert np.all(np.frombuffer(local.region.owner[1], np.uint8) == 0)

@@ -1,7 +1,8 @@
 """The thread that calls NIXL, and how lists are cut for it, on bindings that do as they are told."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,13 @@ from hypothesis import strategies as st
 from penstock.core.descriptors import Descriptors, TransferOp
 from penstock.core.errors import MemoryInUse, PeerLost, ProtocolError, TransferError
 from penstock.core.wire import Wire, encode
-from penstock.testing.loop import run_async
 from penstock.testing.transports.harness import TwoAgents
 from penstock.transfer import TransferConfig, TransferState
 from penstock.transfer.transports.nixl import channel as nixl_channel
-from penstock.transfer.transports.nixl import thread as nixl_thread
 from penstock.transfer.transports.nixl import transport as nixl
-from penstock.transfer.transports.nixl.channel import cut, rows_of
-from penstock.transfer.transports.nixl.frames import Given, Known, Place, decode
-from penstock.transfer.transports.nixl.thread import Handles, NixlThread, Plan, find_module
+from penstock.transfer.transports.nixl.channel import cut
+from penstock.transfer.transports.nixl.frames import Given, Known, decode
+from penstock.transfer.transports.nixl.thread import Handles, NixlThread, Plan
 from penstock.transfer.transports.nixl.transport import NixlTransport
 from penstock.transfer.transports.sums import SumRanges
 
@@ -44,8 +43,8 @@ class FakeNixl:
     NIXL_IN_PROG, NIXL_SUCCESS = 1, 0
     DRAM_SEG = "dram"
 
-    def __init__(self) -> None:
-        self.at_once = False
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.at_once = at_once
         self.posted: list[int] = []
         self.under_way: set[int] = set()
         self.released: list[int] = []
@@ -121,26 +120,21 @@ class FakeNixl:
     def releasedDlistH(self, handle: int) -> None: ...  # noqa: N802
 
 
-def run_scenario(
-    scenario: Callable[[FakeNixl, NixlThread, Handles], Awaitable[None]], parts: int = 4
-) -> FakeNixl:
+@asynccontextmanager
+async def four_parts() -> AsyncIterator[tuple[FakeNixl, NixlThread, Handles]]:
+    """Give a thread with a list of four parts that is ready to be posted."""
     fake = FakeNixl()
-
-    async def main() -> None:
-        thread = NixlThread("own", lambda: fake)
-        await thread.open()
-        handles = Handles()
-        rows = np.zeros((parts, 3), np.uint64)
-        plan = Plan("WRITE", "peer", ("DRAM", "DRAM"), (rows, rows), [(i, i + 1) for i in range(parts)])
-        await thread.call(lambda: thread.make_ready(handles, plan))
-        try:
-            await scenario(fake, thread, handles)
-        finally:
-            await thread.close()
-            await thread.close()
-
-    run_async(main())
-    return fake
+    thread = NixlThread("own", lambda: fake)
+    await thread.open()
+    handles = Handles()
+    rows = np.zeros((4, 3), np.uint64)
+    plan = Plan("WRITE", "peer", ("DRAM", "DRAM"), (rows, rows), [(i, i + 1) for i in range(4)])
+    await thread.call(lambda: thread.make_ready(handles, plan))
+    try:
+        yield fake, thread, handles
+    finally:
+        await thread.close()
+        await thread.close()
 
 
 async def turns(thread: NixlThread, count: int = 5) -> None:
@@ -149,19 +143,8 @@ async def turns(thread: NixlThread, count: int = 5) -> None:
         await thread.call(lambda: None)
 
 
-def test_all_parts_are_posted_in_order_and_freed_in_the_end() -> None:
-    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
-        fake.at_once = True
-        for _ in range(2):
-            await thread.fly(handles).ended
-
-    fake = run_scenario(scenario)
-    assert fake.posted == [1, 2, 3, 4] * 2
-    assert fake.released == [1, 2, 3, 4]
-
-
-def test_two_parts_are_under_way_at_most() -> None:
-    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+async def test_two_parts_are_under_way_at_most() -> None:
+    async with four_parts() as (fake, thread, handles):
         flight = thread.fly(handles)
         await turns(thread)
         assert fake.posted == [1, 2]
@@ -172,11 +155,9 @@ def test_two_parts_are_under_way_at_most() -> None:
         fake.under_way.clear()
         await flight.ended
 
-    run_scenario(scenario)
 
-
-def test_what_is_stopped_ends_with_what_was_posted() -> None:
-    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+async def test_what_is_stopped_ends_with_what_was_posted() -> None:
+    async with four_parts() as (fake, thread, handles):
         flight = thread.fly(handles)
         await turns(thread)
         assert len(fake.posted) == 2
@@ -187,11 +168,9 @@ def test_what_is_stopped_ends_with_what_was_posted() -> None:
         await flight.ended
         assert fake.posted == [1, 2]
 
-    run_scenario(scenario)
 
-
-def test_what_is_abandoned_is_freed_when_it_has_ended() -> None:
-    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+async def test_what_is_abandoned_is_freed_when_it_has_ended() -> None:
+    async with four_parts() as (fake, thread, handles):
         cleaned: list[bool] = []
         flight = thread.fly(handles)
         await turns(thread)
@@ -203,77 +182,63 @@ def test_what_is_abandoned_is_freed_when_it_has_ended() -> None:
         fake.under_way.clear()
         await flight.ended
         assert (sorted(fake.released), cleaned) == ([1, 2, 3, 4], [True])
-
-    fake = run_scenario(scenario)
     assert sorted(fake.released) == [1, 2, 3, 4], "each once: NIXL crashes otherwise"
 
 
-def test_memory_that_nixl_is_still_at_is_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_that_nixl_is_still_at_is_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_channel, "_LET_GO_S", 0.01)
-
-    async def main() -> None:
-        fakes = [FakeNixl(), FakeNixl()]
-        for fake in fakes:
-            fake.at_once = True
-        async with agents(fakes, heartbeat_timeout_s=0.2) as harness:
-            monkeypatch.setattr(nixl_channel.NixlChannel, "_probe", _no_probe)
-            ranges = harness.local.ranges(), harness.remote.ranges()
-            prepared = harness.agent.prepare(*ranges, harness.peer)
-            await prepared.post(TransferOp.READ).wait()
-            (mine,) = [fake for fake in fakes if fake.posted]
-            mine.at_once = False
-            handle = prepared.post(TransferOp.READ)
-            while not mine.under_way:  # noqa: ASYNC110 - the thread posts
-                await asyncio.sleep(0)
-            registered = mine.registered
-            with pytest.raises(MemoryInUse, match="by what was cancelled"):
-                await harness.agent.deregister(harness.local)
-            assert handle.state is TransferState.FAILED
-            assert mine.registered == registered, "NIXL goes on using it"
-            assert harness.agent.quarantined == (harness.local,)
-            mine.under_way.clear()
+    fakes = [FakeNixl(at_once=True), FakeNixl(at_once=True)]
+    async with agents(fakes, heartbeat_timeout_s=0.2) as harness:
+        monkeypatch.setattr(nixl_channel.NixlChannel, "_probe", _no_probe)
+        ranges = harness.local.ranges(), harness.remote.ranges()
+        prepared = harness.agent.prepare(*ranges, harness.peer)
+        await prepared.post(TransferOp.READ).wait()
+        (mine,) = [fake for fake in fakes if fake.posted]
+        mine.at_once = False
+        handle = prepared.post(TransferOp.READ)
+        while not mine.under_way:  # noqa: ASYNC110 - the thread posts
+            await asyncio.sleep(0)
+        registered = mine.registered
+        with pytest.raises(MemoryInUse, match="by what was cancelled"):
             await harness.agent.deregister(harness.local)
-            assert not harness.agent.quarantined
-            await harness.agent.close()
-            assert mine.registered == registered - 1
-
-    run_async(main())
+        assert handle.state is TransferState.FAILED
+        assert mine.registered == registered, "NIXL goes on using it"
+        assert harness.agent.quarantined == (harness.local,)
+        mine.under_way.clear()
+        await harness.agent.deregister(harness.local)
+        assert not harness.agent.quarantined
+        await harness.agent.close()
+        assert mine.registered == registered - 1
 
 
 async def _no_probe(*_: object) -> None: ...
 
 
-def test_an_agent_that_comes_back_is_known_and_many_that_do_not_are_forgotten(
+async def test_an_agent_that_comes_back_is_known_and_many_that_do_not_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nixl, "_UNLINKED_AGENTS_MAX", 2)
     monkeypatch.setattr(nixl_channel.NixlChannel, "_probe", _no_probe)
-
-    async def main() -> None:
-        fakes = [FakeNixl(), FakeNixl()]
-        for fake in fakes:
-            fake.at_once = True
-        async with agents(fakes) as harness:
-            for number in range(6):
-                name = "peer" if number < 3 else f"peer {number}"
-                for fake in fakes:
-                    fake.peer_name = name.encode()
-                peer = await harness.agent.connect(harness.owner.metadata([harness.owned]))
-                ranges = harness.local.ranges(), peer.region("there").ranges()
-                await harness.agent.post(TransferOp.READ, *ranges, peer).wait()
-                await harness.agent.disconnect(peer)
-            await harness.agent.close()
-            assert [name for fake in fakes for name in fake.invalidated] == ["peer", "peer 3"]
-
-    run_async(main())
+    fakes = [FakeNixl(at_once=True), FakeNixl(at_once=True)]
+    async with agents(fakes) as harness:
+        for number in range(6):
+            name = "peer" if number < 3 else f"peer {number}"
+            for fake in fakes:
+                fake.peer_name = name.encode()
+            peer = await harness.agent.connect(harness.owner.metadata([harness.owned]))
+            ranges = harness.local.ranges(), peer.region("there").ranges()
+            await harness.agent.post(TransferOp.READ, *ranges, peer).wait()
+            await harness.agent.disconnect(peer)
+        await harness.agent.close()
+        assert [name for fake in fakes for name in fake.invalidated] == ["peer", "peer 3"]
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
     [(nixlRemoteDisconnectError("NIXL_ERR"), PeerLost), (ValueError("no"), TransferError)],
 )
-def test_errors_are_the_librarys_own(error: Exception, expected: type[Exception]) -> None:
-    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+async def test_errors_are_the_librarys_own(error: Exception, expected: type[Exception]) -> None:
+    async with four_parts() as (fake, thread, handles):
         flight = thread.fly(handles)
         await turns(thread)
         assert len(fake.posted) == 2
@@ -283,11 +248,9 @@ def test_errors_are_the_librarys_own(error: Exception, expected: type[Exception]
         assert type(seen.value) is expected
         assert len(fake.posted) == 2
 
-    run_scenario(scenario)
 
-
-def test_a_failed_list_is_made_anew() -> None:
-    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+async def test_a_failed_list_is_made_anew() -> None:
+    async with four_parts() as (fake, thread, _):
         fake.at_once = True
         fake.error = ValueError("no such region")
         other = Handles()
@@ -299,11 +262,9 @@ def test_a_failed_list_is_made_anew() -> None:
         await thread.call(lambda: thread.make_ready(other, plan))
         await thread.fly(other).ended
 
-    run_scenario(scenario)
 
-
-def test_a_closed_thread_refuses() -> None:
-    async def scenario(fake: FakeNixl, thread: NixlThread, handles: Handles) -> None:
+async def test_a_closed_thread_refuses() -> None:
+    async with four_parts() as (fake, thread, handles):
         flight = thread.fly(handles)
         await turns(thread)
         assert len(fake.posted) == 2
@@ -314,8 +275,6 @@ def test_a_closed_thread_refuses() -> None:
             await thread.call(lambda: None)
         with pytest.raises(TransferError, match="closed"):
             thread.fly(handles)
-
-    run_scenario(scenario)
 
 
 def agents(fakes: list[FakeNixl], heartbeat_timeout_s: float = 2.0) -> TwoAgents:
@@ -331,29 +290,18 @@ def agents(fakes: list[FakeNixl], heartbeat_timeout_s: float = 2.0) -> TwoAgents
     ("at_once", "text"),
     [(False, "NIXL does not reach agent owner: nothing came within"), (True, "NIXL reads other bytes")],
 )
-def test_a_peer_that_ucx_does_not_reach_is_told_when_they_meet(
+async def test_a_peer_that_ucx_does_not_reach_is_told_when_they_meet(
     at_once: bool, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl_channel, "_PROBE_S", 0.02)
-    fakes = [FakeNixl(), FakeNixl()]
-    for fake in fakes:
-        fake.at_once = at_once
+    fakes = [FakeNixl(at_once=at_once), FakeNixl(at_once=at_once)]
 
-    async def main() -> None:
-        async with agents(fakes) as harness:
-            handle = harness.agent.post(
-                TransferOp.READ, harness.local.ranges(), harness.remote.ranges(), harness.peer
-            )
-            with pytest.raises(TransferError, match=text):
-                await handle.wait()
-
-    run_async(main())
-
-
-def test_without_nixl_the_error_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_thread, "_MODULES", ("no_such_module_at_all",))
-    with pytest.raises(TransferError, match="pip install --no-deps nixl-cu12"):
-        find_module()
+    async with agents(fakes) as harness:
+        handle = harness.agent.post(
+            TransferOp.READ, harness.local.ranges(), harness.remote.ranges(), harness.peer
+        )
+        with pytest.raises(TransferError, match=text):
+            await handle.wait()
 
 
 @given(st.lists(st.integers(1, 100 * MIB), min_size=1, max_size=60))
@@ -371,17 +319,6 @@ def test_pieces_cover_their_ranges_once_and_parts_cover_the_pieces(sizes: list[i
     assert parts[-1][1] == len(pieces)
     for first, end in parts:
         assert int(pieces[first:end].sum()) < 64 * MIB
-
-
-def test_rows_are_addresses_lengths_and_the_device() -> None:
-    ranges = Descriptors(*(np.array(column, np.uint64) for column in ([1, 2], [10, 20], [33 * MIB, 5])))
-    places = {i: Place(kind="VRAM", address=1000 * i, device=3) for i in (1, 2)}
-    pieces, _ = cut(ranges.lengths)
-    assert rows_of(ranges, places, pieces).tolist() == [
-        [1010, 32 * MIB, 3],
-        [1010 + 32 * MIB, MIB, 3],
-        [2020, 5, 3],
-    ]
 
 
 def test_ranges_survive_the_way_and_nonsense_is_refused() -> None:
