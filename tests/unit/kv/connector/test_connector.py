@@ -64,26 +64,6 @@ def test_what_was_offloaded_is_loaded_into_other_blocks(connected: Maker, num_ra
     assert (counts.hit_tokens, counts.offloaded_blocks) == (4 * BLOCK_SIZE, 6)
 
 
-def test_prompts_longer_than_the_slots_come_in_pieces(connected: Maker) -> None:
-    scene = connected(num_host_blocks=400, num_blocks=1000)
-    hashes = scene.keep(2, 300)
-    assert matched(scene, "a", hashes) == 300
-    targets = list(range(500, 800))
-    scene.scheduler.reserve("a", [targets], 300)
-    scene.step()
-    assert scene.holds(targets, 2)
-
-
-def test_an_engine_that_gives_fewer_blocks_gets_so_many(connected: Maker) -> None:
-    scene = connected()
-    hashes = scene.keep(3, 4)
-    assert matched(scene, "a", hashes) == 4
-    scene.scheduler.reserve("a", [[30, 31, 32, 33]], 2)
-    scene.step()
-    assert scene.holds([30, 31], 3)
-    assert not scene.memories[0].blocks[32:34].any()
-
-
 def test_a_request_waits_for_another_ones_load_of_the_same_prefix(connected: Maker) -> None:
     scene = connected()
     hashes = scene.keep(4, 3)
@@ -168,19 +148,6 @@ def test_few_device_blocks_are_pinned_and_what_is_evicted_first_is_dropped(conne
     (counts,) = scene.scheduler.counts()
     assert (counts.cached_blocks, counts.dropped_blocks) == (12, 8)
     assert not scene.pinned
-
-
-def test_clearing_forgets_everywhere(connected: Maker) -> None:
-    scene = connected()
-    hashes = scene.keep(8, 3)
-    scene.scheduler.take_events()
-    scene.scheduler.clear()
-    assert scene.scheduler.needs_steps
-    scene.step()
-    (removed,) = scene.scheduler.take_events()
-    assert isinstance(removed, BlockRemoved)
-    assert sorted(hash_list(removed.block_hashes)) == sorted(hashes[:, 0].tolist())
-    assert matched(scene, "a", hashes) == 0
 
 
 def test_a_load_of_a_request_that_has_ended_is_cancelled_and_counted(connected: Maker) -> None:

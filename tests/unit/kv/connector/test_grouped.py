@@ -86,14 +86,6 @@ def test_a_load_brings_the_whole_context_of_one_group_and_the_last_windows_of_ot
     assert counts.hit_tokens == 8 * BLOCK_SIZE
 
 
-def test_after_cached_blocks_their_windows_are_not_loaded_again(scene: Grouped) -> None:
-    hashes = scene.keep_grouped(1, 8, ends=[8])
-    assert scene.load("a", hashes, cached=7) == 1
-    assert scene.loaded(1, 8, 7, 8)
-    (counts,) = scene.scheduler.counts()
-    assert (counts.loaded_blocks, counts.hit_tokens) == (3, BLOCK_SIZE)
-
-
 def test_a_prompt_that_parts_from_another_goes_on_after_the_last_windows_that_are_held(
     scene: Grouped,
 ) -> None:

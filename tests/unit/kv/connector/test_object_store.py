@@ -3,23 +3,21 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import obstore
 import pytest
 from obstore.store import MemoryStore
 
 from penstock.core.types.events import AllBlocksCleared, BlockStored, Holder, KvEvent, Tier
 from penstock.core.types.instances import KvHolder
-from penstock.core.wire import HashArray, hash_list
+from penstock.core.wire import hash_list
 from penstock.kv.connector.staging import Staging
-from penstock.kv.groups.groups import KvGroups
 from penstock.kv.namespace import Namespace
 from penstock.kv.object.config import PacksConfig
 from penstock.kv.object.packs import ObjectPacks
 from penstock.kv.stored_tier import StoredTier
 from penstock.seams.kv import KvTier
 from tests.support.connected import BLOCK_BYTES, BLOCK_SIZE
-from tests.unit.kv.connector.test_grouped import GROUPS, Grouped
+from tests.unit.kv.connector.test_grouped import Grouped
 
 NAMESPACE = Namespace(model_digest="m", dtype="f", layout="l", block_size=BLOCK_SIZE)
 NEEDED = 8 + 2 + 1
@@ -161,42 +159,6 @@ def test_who_clears_its_cache_forgets_the_fleets_blocks_and_lists_them_again(
     assert scene.load("b", hashes) == 8
 
 
-def test_a_store_that_is_slower_than_computing_is_known_before_a_request_tries_it(
-    make: Callable[[], Grouped], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene = make()
-    hashes = scene.keep_grouped(1, 8, ends=[8])
-    keeps(scene, NEEDED)
-    on_its_loop(scene, lambda tier: tier.load_s(1) > 0)
-    assert scene.reports[-1].block_load_s[0] > 0
-    scene.scheduler.prefill.measure(1_000_000, 1e-9)
-    assert scene.load("a", hashes) == 0
-    (counts,) = scene.scheduler.counts()
-    assert counts.loads == 0
-
-
-def test_the_speed_of_a_store_is_not_measured_again_while_nothing_is_ordered(
-    make: Callable[[], Grouped], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene = make()
-    scene.keep_grouped(1, 8, ends=[8])
-    keeps(scene, NEEDED)
-    on_its_loop(scene, lambda tier: tier.load_s(1) > 0)
-    asked = []
-    monkeypatch.setattr(StoredTier, "load_s", lambda _, count: asked.append(count) or 2.0 * count)
-    worker = scene.workers[0]
-    known = worker._block_load_s
-
-    async def look(*, orders_ago_s: float) -> None:
-        worker._ordered_s = worker._loop.time() - orders_ago_s
-        worker._tell()
-
-    worker._call(look(orders_ago_s=31.0))
-    assert (asked, worker._block_load_s) == ([], known)
-    worker._call(look(orders_ago_s=1.0))
-    assert (asked, worker._block_load_s) == ([2, 1], (2.0,))
-
-
 def test_a_step_is_asked_for_now_and_then_where_others_store_too(make: Callable[[], Grouped]) -> None:
     scene = make()
     assert not scene.scheduler.needs_steps
@@ -221,16 +183,3 @@ def test_the_first_request_after_a_pause_waits_for_what_others_have_stored(
     assert other.scheduler.match("b", hashes, 0, 100) is None
     other.now_s += 0.11
     assert other.scheduler.match("b", hashes, 0, 100) == 8, "no report came"
-
-
-def test_names_of_groups_are_found_again_in_the_stores_records(make: Callable[[], Grouped]) -> None:
-    one = make()
-    hashes: HashArray = one.keep_grouped(1, 8, ends=[8])
-    keeps(one, NEEDED)
-    later = make()
-    lists(later, NEEDED)
-    tables = KvGroups(GROUPS, BLOCK_SIZE)
-    held = later.scheduler._mirror.held(
-        [Tier.OBJECT], np.concatenate([place.names(hashes) for place in tables.places])
-    )
-    assert int(held.sum()) == NEEDED

@@ -82,18 +82,6 @@ async def test_a_flipped_bit_is_a_miss_and_the_block_is_stored_anew(tmp_path: Pa
     await slots.close()
 
 
-async def test_a_damaged_block_stays_away_after_a_restart(tmp_path: Path) -> None:
-    slots = await filled(tmp_path / "kv")
-    with (tmp_path / "kv").open("r+b") as file:
-        file.write(bytes(100))
-        os.fsync(file.fileno())
-    assert await slots.load(HASHES, targets(SLOTS)) == 0
-    await slots.close()
-    slots = make(tmp_path / "kv")
-    assert slots.num_cached == SLOTS - 1
-    await slots.close()
-
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ENODEV, errno.EROFS])
 async def test_errors_of_the_disk_are_worded_and_leave_the_index_sound(tmp_path: Path, number: int) -> None:
     disk = SickDisk()
@@ -123,17 +111,6 @@ def test_a_disk_that_fails_while_it_is_opened_is_worded(tmp_path: Path, number: 
     with pytest.raises(TransferError, match=rf"opening failed: .*errno {number}"):
         make(tmp_path / "kv", disk=disk)
     run_async(make(tmp_path / "kv").close())
-
-
-async def test_a_file_that_is_cut_off_is_an_error_or_a_miss(tmp_path: Path) -> None:
-    slots = await filled(tmp_path / "kv")
-    os.truncate(tmp_path / "kv", 2 * BLOCK_BYTES)
-    with pytest.raises(TransferError, match="was the file truncated"):
-        await slots.load(HASHES, targets(SLOTS))
-    await slots.close()
-    slots = make(tmp_path / "kv")
-    assert await slots.load(HASHES, targets(SLOTS)) == 2
-    await slots.close()
 
 
 def test_a_hung_disk_keeps_nobody_beyond_the_deadline_and_writes_no_memory_afterwards(tmp_path: Path) -> None:

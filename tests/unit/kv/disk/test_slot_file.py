@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from penstock.core.errors import ConfigError, TransferRefused
+from penstock.core.errors import ConfigError
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.core.wire import pack_hashes
 from penstock.kv.disk.records import SUFFIX
@@ -99,14 +98,6 @@ async def test_events_say_what_is_there_with_parents(tmp_path: Path) -> None:
     removed = slots.take_events()[0]
     assert removed == BlockRemoved(block_hashes=pack_hashes(hashes[3:, 0]), tier=Tier.DISK)
     await slots.close()
-
-
-async def test_two_at_once_are_refused_with_the_owners_pid(tmp_path: Path) -> None:
-    slots = make(tmp_path)
-    with pytest.raises(TransferRefused, match=rf"open in process {os.getpid()} on .*directory of its own"):
-        make(tmp_path)
-    await slots.close()
-    await make(tmp_path).close()
 
 
 @pytest.mark.parametrize(
@@ -227,25 +218,6 @@ async def test_without_o_direct_it_says_so_once_and_works(
 def test_sizes_that_hold_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one slot of 8192"):
         SlotFile(tmp_path / "kv", 8191, BLOCK_BYTES, NAMESPACE)
-
-
-@pytest.mark.slow
-async def test_ten_thousand_records_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """The benchmark `kv-stores` opens a million."""
-    count = 10_000
-    hashes = chain(count)
-    rng = np.random.default_rng(0)
-
-    slots = make(tmp_path, slots=count, block_bytes=16, storing_max=count)
-    await slots.store(hashes, content(hashes, 16))
-    await slots.close()
-    slots = make(tmp_path, slots=count, block_bytes=16)
-    assert slots.locate(hashes) == count
-    for at in rng.integers(0, count, 20).tolist():
-        into = targets(1, 16)
-        assert await slots.load(hashes[at : at + 1], into) == 1
-        assert (into == content(hashes[at : at + 1], 16)).all()
-    await slots.close()
 
 
 @pytest.mark.parametrize(("eviction", "kept"), [("lru", 0), ("lfu", 2)])

@@ -25,10 +25,6 @@ def test_the_next_token_attends_to_a_window_less_itself(tokens, blocks):
     assert window(tokens).needed_blocks(SIZE) == blocks
 
 
-def test_groups_over_the_whole_context_need_every_block():
-    assert FULL.needed_blocks(SIZE) is MLA.needed_blocks(SIZE) is None
-
-
 @pytest.mark.parametrize(("kind", "tokens"), [(GroupKind.FULL, 8), (GroupKind.SLIDING_WINDOW, None)])
 def test_a_window_is_that_of_a_sliding_window(kind, tokens):
     with pytest.raises(ValueError, match="window_tokens"):

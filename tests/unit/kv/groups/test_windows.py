@@ -20,11 +20,6 @@ def test_a_window_takes_blocks_beside_those_of_the_tokens():
     assert Windows().blocks(1000, 512, 16) == 0
 
 
-def test_many_layers_with_a_window_take_more_blocks():
-    gemma = Windows(((1024, 52),), 10)
-    assert gemma.blocks(8000, 1, 16) == -(-65 * 52 // 10)
-
-
 def test_the_longest_request_fits_with_its_windows():
     assert Windows().tokens_beside(100, 512, 16) == 1600
     assert GPT_OSS.tokens_beside(100, 1, 16) == 91 * 16
@@ -43,13 +38,3 @@ def test_no_step_of_a_request_needs_more(layers, data):
     end = min(start + step, tokens)
     most = Windows(((window, layers),), 1).blocks(tokens, step, block_size)
     assert layers * kept(window, start, end, block_size) <= most
-
-
-@given(st.integers(1, 20), st.integers(1, 60), st.integers(1, 80))
-def test_some_step_needs_as_much(block_size, window, step):
-    most = Windows(((window, 1),), 1).blocks(1000, step, block_size)
-    seen = max(
-        kept(window, start, start + step, block_size)
-        for start in range(window + block_size, window + 2 * block_size)
-    )
-    assert seen == most

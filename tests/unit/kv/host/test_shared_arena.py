@@ -42,18 +42,6 @@ async def closed(*workers):
         await worker.tier.close()
 
 
-async def test_what_one_worker_offloads_another_loads():
-    host = SharedHost()
-    one, two = host.worker(0), host.worker(1)
-    assert two.tier.locate(chain(6)) == 0
-    assert await one.offload(chain(6)) == 6
-    assert two.tier.locate(chain(8)) == 6
-    assert await two.load(chain(6)) == 6
-    assert (one.tier.num_cached, two.tier.num_cached, two.tier.num_shared) == (6, 0, 6)
-    assert known(two.tier.take_events()) == set(chain(6)[:, 0].tolist())
-    await closed(one, two)
-
-
 async def test_a_reader_that_missed_a_note_learns_it_from_the_record():
     host = SharedHost()
     one, two = host.worker(0), host.worker(1)
@@ -78,18 +66,6 @@ async def test_an_offload_that_fails_is_logged_and_can_be_done_again(monkeypatch
     assert await worker.offload(chain(3)) == 3
     assert await worker.load(chain(3)) == 3
     await closed(worker)
-
-
-async def test_a_prefix_may_lie_in_several_extents_and_is_stored_once():
-    host = SharedHost(workers=3)
-    workers = [host.worker(number) for number in range(3)]
-    hashes = chain(9)
-    for number, worker in enumerate(workers):
-        assert await worker.offload(hashes[: 3 * number + 3]) == 3, "the others have what comes before"
-    for worker in workers:
-        assert await worker.load(hashes) == 9
-        assert await worker.offload(hashes) == 0
-    await closed(*workers)
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
@@ -150,22 +126,6 @@ async def test_equal_bytes_under_another_record_do_not_count_as_loaded():
     assert two.tier.num_corrupt == 0
     await closed(two)
     await one.tier.close()
-
-
-@pytest.mark.parametrize("finder", [0, 1])
-async def test_bits_that_flip_are_found_by_whoever_loads_them_and_dropped_by_their_worker(finder):
-    host = SharedHost()
-    workers = host.worker(0), host.worker(1)
-    await workers[0].offload(chain(6))
-    slot = workers[0].tier._pool.match(chain(6))[3]
-    host.extent(0)[LAYOUT.data_offset :][slot * BLOCK_BYTES + 7] ^= 1
-    assert await workers[finder].load(chain(6)) == 3
-    assert workers[finder].tier.num_corrupt == 1
-    for worker in workers:
-        assert worker.tier.locate(chain(6)) == 3
-    assert await workers[0].offload(chain(6)) == 1
-    assert await workers[1].load(chain(6)) == 6
-    await closed(*workers)
 
 
 @pytest.mark.parametrize("change", [{"model_digest": "0ther"}, {"dtype": "float32"}, {"layout": "heads"}])
@@ -276,20 +236,6 @@ async def test_clearing_forgets_what_others_keep_but_not_what_they_store_afterwa
     await closed(again, two)
 
 
-async def test_an_offload_under_way_while_the_tier_is_cleared_is_not_kept():
-    host = SharedHost()
-    one, two = host.worker(0), host.worker(1)
-    go_on = threading.Event()
-    one.tier._store_thread.submit(go_on.wait)
-    storing = asyncio.get_running_loop().create_task(one.offload(chain(6)))
-    await asyncio.sleep(0)
-    one.tier.clear()
-    go_on.set()
-    assert await storing == 6
-    assert (one.tier.locate(chain(6)), two.tier.locate(chain(6))) == (0, 0)
-    await closed(one, two)
-
-
 async def test_a_worker_without_requests_says_what_others_store():
     host = SharedHost()
     one, two = host.worker(0), host.worker(1)
@@ -348,25 +294,6 @@ def test_no_damage_to_records_notes_or_header_serves_a_wrong_block():
             extent[at] ^= 1 << rng.randrange(8)
 
     run_async(main(), timeout_s=60)
-
-
-@pytest.mark.parametrize(("eviction", "stays"), [("lru", False), ("seconds", True)])
-async def test_a_prefix_that_is_loaded_again_and_again_outlives_those_that_never_are(eviction, stays):
-    """Beside prefixes of which more than the tier holds come between two loads."""
-
-    worker = SharedHost().worker(0, eviction=eviction)
-    found = []
-    for number in range(60):
-        await worker.offload(chain(6, 1000 + number))
-        if number % 8 == 0:
-            found.append(worker.tier.locate(chain(4, 1)) == 4)
-            if found[-1]:
-                assert await worker.load(chain(4, 1)) == 4
-            else:
-                await worker.offload(chain(4, 1))
-    worker.tier.check()
-    assert any(found[-3:]) == stays
-    await worker.tier.close()
 
 
 async def test_events_name_the_host_where_workers_share_an_arena():

@@ -22,22 +22,6 @@ def scene(seconds_per_block, on_price=lambda *_: None):
     return tier, prefill, BreakEven([tier], prefill, BLOCK_SIZE, on_price)
 
 
-async def test_one_line_a_tier_once_prompts_were_computed(capsys):
-    _, prefill, break_even = scene(32 / 16000)
-    break_even.look()
-    break_even.computed(255)
-    assert said(capsys) == ""
-    prefill.measure(1000, 1.0)
-    break_even.computed(1)
-    text = said(capsys)
-    assert text.count("kv_tier_break_even") == 1
-    assert "needed_bytes_per_s=8000" in text
-    assert "measured_bytes_per_s=16000" in text
-    assert "kv_bytes_per_token=8" in text
-    break_even.look()
-    assert said(capsys) == ""
-
-
 async def test_probes_say_a_line_a_tier_at_the_start_and_serving_corrects_it(capsys):
     tier, prefill, break_even = scene(0.0)
     break_even.probed(0.001, [16000.0])
@@ -72,13 +56,6 @@ async def test_a_tier_that_no_probe_measures_is_said_at_the_start_and_again_once
     tier.seconds_per_block = 32 / 16000
     break_even.look()
     assert "measured_bytes_per_s=16000" in said(capsys)
-
-
-async def test_a_tier_that_cannot_help_by_a_probe_is_warned_of_at_the_start(capsys):
-    _, _, break_even = scene(0.0)
-    (line,) = break_even.probed(0.001, [4000.0])
-    assert line == "host: loading pays above 0.008 MB/s; a probe measured 0.004 MB/s, so it cannot help"
-    assert said(capsys).count("kv_tier_too_slow") == 1
 
 
 async def test_a_tier_that_cannot_help_is_warned_of_once_until_it_recovers(capsys):

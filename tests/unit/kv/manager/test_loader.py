@@ -72,19 +72,6 @@ def test_one_load_serves_all_who_wait_for_it():
     stage.check_free()
 
 
-def test_a_request_that_leaves_takes_the_load_from_nobody():
-    stage = Stage()
-    for name in "abc":
-        stage.begin(name)
-    stage.leave("a")
-    stage.leave("c")
-    assert not any(load.is_cancelled for load in stage.tier.loads)
-    while stage.tier.loads:
-        stage.end()
-    assert stage.take()["b"] == 10
-    stage.check_free()
-
-
 def test_a_request_preempted_while_its_load_is_under_way_waits_for_it_again():
     stage = Stage()
     stage.begin("a")
@@ -168,22 +155,6 @@ def test_a_load_that_is_late_is_given_up_for_all():
     assert stage.take() == {"a": 2, "b": 2}
     assert stage.over == ["a", "b"]
     assert stage.kv.counts[0].late_loads == 1
-    stage.check_free()
-
-
-def test_a_longer_prompt_loads_the_rest_once_the_shared_load_has_ended():
-    stage = Stage()
-    stage.begin("short", HASHES[:4])
-    stage.begin("long")
-    assert len(stage.tier.loads) == 2
-    stage.end()
-    stage.end()
-    assert stage.take() == {"short": 4, "long": 4}
-    assert stage.over == ["short"]
-    while stage.tier.loads:
-        stage.end()
-    assert stage.take()["long"] == 10
-    assert stage.held["short"] == stage.held["long"][:4]
     stage.check_free()
 
 

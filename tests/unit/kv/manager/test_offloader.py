@@ -11,38 +11,7 @@ from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import BlockUse
 from penstock.seams.kv import Admission, OffloadMode, OffloadPolicy
 from tests.support.held_tier import HeldTier
-
-
-class ManualClock:
-    """Time that passes when a test says so."""
-
-    def __init__(self):
-        self.now_s = 0.0
-        self.calls = []
-
-    def time(self):
-        return self.now_s
-
-    def call_later(self, delay, callback):
-        timer = _Timer(self.now_s + delay, callback)
-        self.calls.append(timer)
-        return timer
-
-    def advance(self, seconds):
-        self.now_s += seconds
-        due = [timer for timer in self.calls if timer.at_s <= self.now_s + 1e-9]
-        self.calls = [timer for timer in self.calls if timer not in due]
-        for timer in due:
-            timer.run()
-
-
-class _Timer:
-    def __init__(self, at_s, callback):
-        self.at_s = at_s
-        self.run = callback
-
-    def cancel(self):
-        self.run = lambda: None
+from tests.support.manual_clock import ManualClock
 
 
 def chain(seed, length=8):
@@ -77,12 +46,6 @@ class Scene:
             count += len(self.tier.offloads[0][1])
             self.tier.end_offload()
         return count
-
-
-def test_a_tier_that_admits_all_gets_a_prefix_at_once():
-    scene = Scene()
-    scene.leave(1)
-    assert scene.copied() == 8
 
 
 def test_a_tier_that_admits_what_was_seen_twice_gets_the_part_that_came_back():
@@ -122,16 +85,6 @@ def test_a_tier_without_room_lets_prefixes_wait_until_it_has_some():
     scene.offloader.go_on()
     assert scene.copied() == 8
     assert scene.counters.dropped_blocks == 0
-
-
-def test_what_is_evicted_while_it_waits_is_counted_as_dropped():
-    scene = Scene()
-    scene.tier.offload_room = 0
-    scene.leave(1)
-    scene.pool.reset()
-    scene.tier.offload_room = 8
-    scene.offloader.go_on()
-    assert (scene.copied(), scene.counters.dropped_blocks) == (0, 8)
 
 
 def test_what_a_tier_refuses_is_counted_as_dropped_with_what_follows():
@@ -201,14 +154,6 @@ def lows(chains):
     return [low for chain in chains for low in chain.block_hashes[:, 0].tolist()]
 
 
-def test_write_back_copies_nothing_while_the_device_has_room():
-    scene = Scene(WRITE_BACK, num_blocks=64, eviction="seconds")
-    for seed in range(6):
-        scene.leave(seed)  # 48 of 64: a quarter is free
-    assert scene.copied() == 0
-    assert scene.counters.dropped_blocks == 0
-
-
 def test_write_back_copies_what_goes_next_before_it_goes():
     scene = Scene(WRITE_BACK, num_blocks=64, eviction="lfu")
     for seed in range(40):
@@ -220,18 +165,6 @@ def test_write_back_copies_what_goes_next_before_it_goes():
     cached = {*scene.pool.resident_hashes()[:, 0].tolist()}
     assert len(scene.tier.keys) < 40 * 8, "the newest are on the device alone"
     assert all({*chain(seed)[:, 0].tolist()} <= scene.tier.keys | cached for seed in range(40))
-
-
-def test_what_write_back_copies_stays_next():
-    scene = Scene(WRITE_BACK, num_blocks=64, eviction="seconds")
-    for seed in range(7):
-        scene.leave(seed)
-    before = lows(scene.pool.upcoming(16))
-    assert before
-    assert scene.tier.offloads, "pinned"
-    assert not {*before} & {*scene.tier.offloads[0][0]}
-    scene.copied()
-    assert {*chain(0)[:, 0].tolist()} == {*lows(scene.pool.upcoming(16))}
 
 
 def test_write_back_never_waits_and_counts_what_it_was_too_late_for():
@@ -246,14 +179,6 @@ def test_write_back_never_waits_and_counts_what_it_was_too_late_for():
     assert 0 < scene.counters.dropped_blocks == 40 * 8 - len(known)
     scene.pool.check()
     assert scene.pool.num_active == 0
-
-
-def test_write_back_has_nothing_to_copy_of_what_a_tier_has_got_elsewhere():
-    scene = Scene(WRITE_BACK, num_blocks=64, eviction="seconds")
-    for seed in range(20):
-        scene.tier.keys.update(chain(seed)[:, 0].tolist())  # as another worker of the host did
-        scene.leave(seed)
-    assert (scene.copied(), scene.counters.dropped_blocks) == (0, 0)
 
 
 def test_a_long_prefix_that_goes_on_is_written_back_from_its_first_block_and_once():

@@ -71,15 +71,6 @@ def test_the_next_source_brings_what_one_failed_to():
     ]
 
 
-def test_each_source_is_asked_once_for_a_run_and_then_the_rest_is_missing():
-    near, far = keeping(0, 1, 2, 3), keeping(0, 1, 2, 3)
-    loading = Loading(near, far)
-    near.loads[0].end(0)
-    far.loads[0].end(2)
-    assert loading.ended == [2]
-    assert (len(near.loads), len(far.loads)) == (1, 1)
-
-
 def test_a_source_that_is_not_worth_it_is_not_asked():
     near, far = keeping(0, 1, 2, 3), keeping(0, 1, 2, 3)
     asked = []
@@ -97,30 +88,6 @@ def test_runs_after_a_missing_block_are_cancelled_and_waited_for():
     assert loading.ended == [], "the other source may still write"
     far.loads[0].end()
     assert loading.ended == [1]
-
-
-def test_a_late_load_is_cancelled_and_nobody_else_is_asked():
-    near, far = keeping(0, 1), keeping(0, 1, 2, 3)
-    loading = Loading(near, far, late_s=0.5)
-    far.loads[0].end()
-    loading.clock.advance(0.4)
-    assert not near.loads[0].is_cancelled
-    loading.clock.advance(0.2)
-    assert near.loads[0].is_cancelled
-    assert loading.late == [near]
-    near.loads[0].end(1)
-    assert loading.ended == [1]
-    assert len(far.loads) == 1
-
-
-def test_a_cancelled_load_ends_when_its_sources_have_ended():
-    near, far = keeping(0, 1), keeping(2, 3)
-    loading = Loading(near, far)
-    loading.load.cancel()
-    far.loads[0].end(0)
-    assert loading.ended == []
-    near.loads[0].end(2)
-    assert loading.ended == [2]
 
 
 def test_a_source_that_is_not_worth_it_is_passed_over():
@@ -141,15 +108,6 @@ def test_a_source_that_cannot_begin_brings_nothing_and_the_next_one_is_asked():
     for load in far.loads:
         load.end()
     assert loading.ended == [3]
-
-
-def test_a_load_whose_sources_all_cannot_begin_ends():
-    near, far = keeping(0, 1), keeping(0, 1)
-    near.broken = far.broken = OSError("no thread is left")
-    loading = Loading(near, far)
-    loading.load.cancel()
-    loading.clock.advance(0)
-    assert loading.ended == [0]
 
 
 def in_chunks(*blocks, chunk_blocks=2, seconds_per_block=0.0):
@@ -218,26 +176,6 @@ def test_what_a_chunk_lacks_comes_from_the_next_source_and_the_run_goes_on():
     assert loading.load.arrived == 4
     assert targets_of(near)[2:] == [[104, 105]]
     near.loads[2].end()
-    assert loading.ended == [6]
-
-
-def test_a_chunk_that_nobody_brings_ends_the_prefix_and_later_chunks_are_not_begun():
-    tier = in_chunks(*range(10))
-    loading = Loading(tier)
-    tier.loads[0].end(1)
-    assert tier.loads[1].is_cancelled
-    tier.loads[1].end()
-    assert (loading.ended, len(tier.loads)) == ([1], 2)
-
-
-def test_a_source_that_is_gone_in_the_middle_is_followed_by_the_next_one():
-    near, far = in_chunks(*range(6)), in_chunks(*range(6))
-    loading = Loading(near, far)
-    near.keys.clear()
-    near.loads[0].end()
-    near.loads[1].end()
-    assert targets_of(far) == [[104, 105]]
-    far.loads[0].end()
     assert loading.ended == [6]
 
 

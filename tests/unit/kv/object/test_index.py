@@ -59,13 +59,6 @@ def test_a_block_in_two_packs_is_told_once_and_removed_with_the_last_one():
     assert told(index) == [("removed", None, [1])]
 
 
-def test_what_comes_and_goes_between_two_calls_is_not_told():
-    index = PackIndex(16, 100)
-    index.add(pack("a", [0, 1]), 1.0)
-    index.remove(["a"])
-    assert told(index) == []
-
-
 def test_beyond_its_bound_the_oldest_packs_are_forgotten():
     index = PackIndex(16, 4)
     index.add(pack("new", [0, 1]), 3.0)
@@ -83,15 +76,6 @@ def test_many_events_come_in_parts(monkeypatch):
     assert told(index) == [("stored", None, [0, 1, 2])]
     assert index.has_events
     assert told(index) + told(index) == [("stored", 2, [3, 4, 5]), ("stored", 5, [6, 7])]
-
-
-def test_a_cleared_index_has_and_tells_nothing():
-    index = PackIndex(16, 100)
-    index.add(pack("a", [0, 1]), 1.0)
-    index.clear()
-    assert (len(index), told(index), index.locate(HASHES)) == (0, [], 0)
-    index.add(pack("a", [0, 1]), 1.0)
-    assert told(index) == [("stored", None, [0, 1])]
 
 
 def test_the_newest_blocks_are_of_the_packs_that_were_added_last():

@@ -85,21 +85,6 @@ async def test_blocks_share_packs_of_the_wanted_size_also_across_stores():
     assert sizes == [head_bytes(2) + 2 * BLOCK_BYTES, head_bytes(4) + FOUR]
 
 
-async def test_two_writers_of_the_same_blocks_make_one_pack():
-    store = MemoryStore()
-
-    async with make(store) as one, make(store) as two:
-        await asyncio.gather(one.store(HASHES[:4], BLOCKS[:4]), two.store(HASHES[:4], BLOCKS[:4]))
-        assert len(listed(store)) == 1
-        for packs in (one, two):
-            await packs.refresh()
-            assert await packs.load(HASHES, targets(6)) == 4
-        assert await two.store(HASHES, BLOCKS) == 6
-        await one.refresh()
-        assert one.locate(HASHES) == 6
-    assert len(listed(store)) == 2, "what is held is not put again"
-
-
 async def test_neighbours_are_got_by_one_request(monkeypatch: pytest.MonkeyPatch):
     calls = []
     get = obstore.get_range_async
@@ -116,25 +101,6 @@ async def test_neighbours_are_got_by_one_request(monkeypatch: pytest.MonkeyPatch
     size = BLOCK_BYTES
     assert calls[0] == (size, FOUR)
     assert sorted(calls[1:]) == [(0, size), (2 * size, 2 * size)]
-
-
-async def test_blocks_of_another_namespace_are_never_served():
-    store = MemoryStore()
-    fields = {name: getattr(NAMESPACE, name) for name in NAMESPACE.__struct_fields__}
-    others = [
-        Namespace(**fields | {name: 8 if name == "block_size" else b"x" if name == "salt" else "x"})
-        for name in fields
-    ]
-
-    await filled(store)
-    for namespace in others:
-        async with make(store, namespace) as packs:
-            await packs.refresh()
-            assert packs.locate(HASHES) == 0
-            for key, raw in listed(store).items():  # somebody moves packs to its folder
-                obstore.put(store, f"kv/{namespace.digest.hex()}/{key[-32:]}", raw)
-            await packs.refresh()
-            assert (packs.locate(HASHES), packs.counts.packs_refused) == (0, 2)
 
 
 @pytest.mark.parametrize("block", [0, 3, 5])
@@ -164,25 +130,6 @@ async def test_a_flipped_bit_is_a_miss_and_the_block_is_stored_anew(block: int, 
     assert "".join(capsys.readouterr()).count("pack_mismatched") == 2
 
 
-async def test_a_damaged_pack_is_replaced_by_the_next_one_of_its_name():
-    store = MemoryStore()
-
-    async with make(store) as packs:
-        await packs.store(HASHES[:1], BLOCKS[:1])
-        (key,) = listed(store)
-        flip(store, key, -1)
-        assert await packs.load(HASHES[:1], targets(1)) == 0
-        await packs.store(HASHES[:1], BLOCKS[:1])
-        assert await packs.load(HASHES[:1], targets(1)) == 1
-        flip(store, key, 60)
-        async with make(store) as other:
-            await other.refresh()
-            assert other.counts.packs_refused == 1
-            assert await other.store(HASHES[:1], BLOCKS[:1]) == 1
-            assert await other.load(HASHES[:1], targets(1)) == 1
-    assert list(listed(store)) == [key]
-
-
 @pytest.mark.parametrize("left", [0, 10, head_bytes(4), head_bytes(4) + BLOCK_BYTES + 5])
 async def test_a_pack_that_is_cut_off_is_a_miss(left: int):
     store = MemoryStore()
@@ -197,23 +144,6 @@ async def test_a_pack_that_is_cut_off_is_a_miss(left: int):
             await later.refresh()
             assert (later.locate(HASHES), later.counts.packs_refused) == (0, 1)
             assert later.num_cached == 2
-
-
-async def test_a_pack_that_went_away_is_a_miss_and_is_forgotten():
-    store = MemoryStore()
-
-    async with make(store) as packs:
-        await packs.store(HASHES, BLOCKS)
-        keys = list(listed(store))
-        obstore.delete(store, keys)
-        assert packs.locate(HASHES) == 6
-        assert await packs.load(HASHES, targets(6)) == 0
-        assert (packs.locate(HASHES), packs.counts.packs_gone) == (0, 2)
-        await packs.store(HASHES, BLOCKS)
-        obstore.delete(store, keys)
-        await packs.refresh()
-        assert packs.num_cached == 0
-        packs.check()
 
 
 async def test_the_oldest_packs_beyond_the_budget_are_deleted_in_all_namespaces():
@@ -267,27 +197,6 @@ async def test_more_than_may_wait_is_not_stored():
         assert await packs.store(HASHES, BLOCKS) == 2
         assert packs.counts.refused == 4
         assert await packs.store(HASHES, BLOCKS) == 4, "once they are put there is room again"
-
-
-async def test_the_index_has_a_bound():
-    store = MemoryStore()
-
-    await filled(store, pack_bytes=1)
-    async with make(store, packs_max=2) as packs:
-        await packs.refresh()
-        assert packs.num_cached == 2
-
-
-async def test_buffers_may_be_scattered_and_have_the_right_size():
-    async with make(MemoryStore()) as packs:
-        assert await packs.store(HASHES, [bytes(row) for row in BLOCKS]) == 6
-        into = [bytearray(BLOCK_BYTES) for _ in range(6)]
-        assert await packs.load(HASHES, into) == 6
-        assert [bytes(row) for row in BLOCKS] == into
-        with pytest.raises(ValueError, match="expected 8192 contiguous writable bytes"):
-            await packs.load(HASHES, [bytearray(BLOCK_BYTES - 1)])
-        with pytest.raises(ValueError, match="read-only: True"):
-            await packs.load(HASHES, [bytes(BLOCK_BYTES)])
 
 
 class Sick:
@@ -401,28 +310,6 @@ async def test_sources_may_change_once_a_store_gave_up():
         assert (into == BLOCKS[:2]).all()
 
 
-async def test_errors_of_the_body_stay_as_they_are_and_a_cancellation_ends_it():
-    async def raise_in_body():
-        async with make(MemoryStore()):
-            raise ConfigError("planted")
-
-    with pytest.raises(ConfigError, match="planted"):
-        await raise_in_body()
-    inside = asyncio.Event()
-
-    async def stay():
-        async with make(MemoryStore(), refresh_s=0.001) as packs:
-            await packs.store(HASHES, BLOCKS)
-            inside.set()
-            await asyncio.Event().wait()
-
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(stay())
-        await inside.wait()
-        task.cancel()
-    assert task.cancelled()
-
-
 async def test_what_waits_is_put_when_it_is_closed():
     store = MemoryStore()
 
@@ -441,8 +328,3 @@ async def test_what_waits_is_put_when_it_is_closed():
 def test_settings_out_of_bounds_are_refused(config, text):
     with pytest.raises(ConfigError, match=text):
         PacksConfig(**config)
-
-
-def test_a_store_without_a_prefix_is_refused():
-    with pytest.raises(ConfigError, match="prefix not empty; got 8192 and ''"):
-        ObjectPacks(MemoryStore(), BLOCK_BYTES, NAMESPACE, prefix="/")

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from penstock.core.hashing import block_hashes
-from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock.core.types.events import BlockRemoved, BlockStored
 from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.kv.pool.pool import BlockPool
 
@@ -43,19 +43,6 @@ def test_a_prefill_is_one_event_with_its_chain(make_pool):
     assert pool.take_events() == ()
 
 
-def test_match_finds_the_longest_resident_prefix(make_pool):
-    pool = make_pool(8, 4)
-    hashes = chain(6)
-    block_ids = fill(pool, hashes[:4])
-    assert pool.match(hashes) == block_ids
-    assert pool.match(hashes[:2]) == block_ids[:2]
-    assert pool.match(chain(6, first=1)) == []
-    assert pool.count_idle(block_ids) == 4
-    pool.acquire(block_ids[:2])
-    assert (pool.count_idle(block_ids), pool.num_active, pool.num_available) == (2, 2, 6)
-    pool.check()
-
-
 def test_keys_are_all_128_bits(make_pool):
     pool = make_pool(4, 4)
     hashes = chain(1)
@@ -64,44 +51,6 @@ def test_keys_are_all_128_bits(make_pool):
     other[0, 1] += np.uint64(1)
     assert pool.match(hashes) != []
     assert pool.match(other) == []
-
-
-def test_the_least_recently_used_tail_goes_first(make_pool):
-    pool = make_pool(6, 4)
-    old, new = chain(3), chain(3, first=1000)
-    fill(pool, old)
-    fill(pool, new)
-    pool.take_events()
-    taken = pool.allocate(2)
-    (removed,) = pool.take_events()
-    assert isinstance(removed, BlockRemoved)
-    assert unpack_hashes(removed.block_hashes).tolist() == [int(old[2, 0]), int(old[1, 0])]
-    assert len(pool.match(old)) == 1
-    assert len(pool.match(new)) == 3
-    pool.release(taken)
-    pool.check()
-
-
-def test_a_hit_makes_a_prefix_recent_again(make_pool):
-    pool = make_pool(4, 4)
-    old, new = chain(2), chain(2, first=1000)
-    fill(pool, old)
-    fill(pool, new)
-    hit = pool.match(old)
-    pool.acquire(hit)
-    pool.release(hit)
-    pool.allocate(2)
-    assert len(pool.match(old)) == 2
-    assert pool.match(new) == []
-
-
-def test_allocation_is_all_or_nothing(make_pool):
-    pool = make_pool(4, 4)
-    held = pool.allocate(3)
-    assert pool.allocate(2) is None
-    assert pool.num_available == 1
-    pool.release(held)
-    assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
 
 
 def test_duplicates_stay_private_and_are_told_once(make_pool):
@@ -120,45 +69,6 @@ def test_duplicates_stay_private_and_are_told_once(make_pool):
     pool.release(second)
     assert (pool.num_cached, pool.num_active) == (3, 2)
     assert pool.take_events() == ()
-    pool.check()
-
-
-def test_a_resident_block_in_the_middle_splits_the_event(make_pool):
-    pool = make_pool(8, 4)
-    hashes = chain(3)
-    middle = pool.allocate(1)
-    pool.commit(middle, hashes[1:2], int(hashes[0, 0]))
-    pool.take_events()
-    whole = pool.allocate(3)
-    pool.commit(whole, hashes, None)
-    events = pool.take_events()
-    assert [event.parent_block_hash for event in events] == [None, int(hashes[1, 0])]
-    pool.check()
-
-
-def test_events_keep_their_order_when_a_hash_goes_and_comes_back(make_pool):
-    pool = make_pool(2, 4)
-    hashes = chain(2)
-    fill(pool, hashes)
-    fill(pool, chain(2, first=1000))
-    fill(pool, hashes)
-    kinds = [type(event) for event in pool.take_events()]
-    assert kinds == [BlockStored, BlockRemoved, BlockStored, BlockRemoved, BlockStored]
-
-
-def test_reset_forgets_content_but_not_owners(make_pool):
-    pool = make_pool(6, 4)
-    hashes = chain(2)
-    held = pool.allocate(2)
-    pool.commit(held, hashes, None)
-    fill(pool, chain(2, first=1000))
-    pool.take_events()
-    pool.reset()
-    assert pool.take_events() == (AllBlocksCleared(),)
-    assert (pool.num_cached, pool.num_active, pool.match(hashes)) == (0, 2, [])
-    pool.check()
-    pool.release(held)
-    assert pool.num_available == 6
     pool.check()
 
 

@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-from penstock.core.ids import BlockId
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.tenants import Tenants
 from penstock.kv.pool.use import BlockUse, PrefillPrice, UseKind
 from tests.unit.kv.pool.test_pool import chain
 
@@ -97,16 +95,6 @@ def test_a_use_of_lower_priority_leaves_one_that_has_not_ended(make_pool):
     assert [cached(pool, hashes) for hashes in (kept, usual)] == [3, 0]
 
 
-@pytest.mark.parametrize("policy", KEYED)
-def test_tails_go_before_the_prefixes_that_they_continue(make_pool, policy):
-    pool = make_pool(6, policy)
-    one = chain(6)
-    run(pool, one)
-    run(pool, one[:2])
-    assert pool.allocate(2) is not None
-    assert cached(pool, one) == 4
-
-
 def test_seconds_keeps_what_is_used_again_beside_what_is_not(make_pool):
     pool = make_pool(40)
     chat = chain(8)
@@ -121,18 +109,6 @@ def test_seconds_keeps_what_is_used_again_beside_what_is_not(make_pool):
         run(lru, chain(6, first=1000 * (number + 1)))
         if number % 6 == 5:
             assert run(lru, chat) < 8
-
-
-def test_copies_and_preemptions_are_no_uses(make_pool):
-    pool = make_pool(6, "lfu")
-    copied, used = chain(2), chain(2, first=1000)
-    run(pool, copied)
-    for _ in range(5):
-        run(pool, copied, use=None)
-    run(pool, used)
-    run(pool, used)
-    run(pool, chain(4, first=2000))
-    assert [cached(pool, hashes) for hashes in (copied, used)] == [0, 2]
 
 
 def test_a_dear_prefix_stays_before_a_cheap_one(make_pool):
@@ -177,18 +153,6 @@ def test_a_tenant_may_have_what_nobody_else_wants(make_pool, policy):
     assert (cached(pool, first), cached(pool, second)) == (9, 9)
     run(pool, chain(4, first=2000), BlockUse(tenant=2))
     assert cached(pool, first) + cached(pool, second) == 16
-
-
-def test_the_reference_keeps_nothing_of_tenants_that_have_no_blocks():
-    tenants = Tenants(2)
-    for tenant in range(1, 100):
-        tenants.own(BlockId(0), tenant)
-        tenants.enter_idle(BlockId(0))
-        tenants.add_leaf(BlockId(0))
-        tenants.remove_leaf(BlockId(0))
-        tenants.leave_idle(BlockId(0))
-    assert not tenants._num_idle
-    assert not tenants._leaves
 
 
 def test_blocks_that_two_tenants_use_are_the_last_users(make_pool):

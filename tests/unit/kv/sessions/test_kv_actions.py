@@ -42,12 +42,6 @@ def test_sessions_and_pins_are_listed():
     assert stage.act(KvList()).held == (pin, KvHeld(name="a", blocks=2, requests=1))
 
 
-def test_a_prefix_that_is_not_there_is_not_pinned():
-    stage = Stage()
-    assert stage.act(KvPin(name="p", block_hashes=stage.packed([1, 2]))) == KvReport()
-    assert stage.act(KvList()).held == ()
-
-
 def test_what_is_used_is_not_evicted():
     stage = Stage()
     stage.ask(None, [1, 2, 3])

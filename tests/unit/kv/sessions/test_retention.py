@@ -18,7 +18,6 @@ from penstock.kv.sessions.retention import Retention
 from penstock.sim.loop.loop import run_virtual
 from penstock.testing.engines.probe import EngineProbe, make_request
 from tests.support.manual_clock import ManualClock
-from tests.unit.kv.pool.test_uses import cached, chain, run
 
 SHAPE = RunnerInfo(num_blocks=32, block_size=4, context_length=128, vocab_size=1000, eos_token_ids=(2,))
 
@@ -63,20 +62,6 @@ def test_a_ttl_past_the_workers_bound_is_refused():
         RequestError, match=r"kv_retention\.ttl_s: must be <= 100, sessions\.ttl_s_max, got 101"
     ):
         make_retention(ttl_s_max=100).arrive(request_with(KvRetention(priority=1, ttl_s=101)))
-
-
-def test_a_priority_ends_as_requests_arrive():
-    clock = ManualClock()
-    pool = BlockPool(6, 4, "seconds")
-    retention = make_retention(pool, clock)
-    kept = chain(3)
-    run(pool, kept, retention.use(request_with(KvRetention(priority=2, ttl_s=30)), is_ephemeral=False))
-    for seconds, stays in ((29, 3), (1, 0)):
-        clock.advance(seconds)
-        for number in range(3):
-            retention.arrive(request_with())
-            run(pool, chain(3, first=1000 * (number + 1)))
-        assert cached(pool, kept) == stays
 
 
 @pytest.mark.parametrize(("pause_s", "cached_tokens"), [(50, 36), (70, 0)])

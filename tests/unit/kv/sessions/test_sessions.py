@@ -11,15 +11,6 @@ from tests.support.session_scene import CLOSE, OPEN
 from tests.support.session_scene import SessionScene as Scene
 
 
-def test_an_open_sessions_blocks_stay_while_others_pass_by():
-    scene = Scene()
-    scene.ask("a", [1, 2, 3], OPEN)
-    scene.ask(None, [7, 8, 9])
-    scene.flood()
-    assert scene.cached([1, 2, 3]) == 3
-    assert scene.cached([7, 8, 9]) == 0
-
-
 def test_requests_without_an_action_belong_to_the_session_that_was_opened():
     scene = Scene()
     scene.ask("a", [1, 2], OPEN)
@@ -249,14 +240,6 @@ def test_another_tenants_request_is_no_next_turn():
     assert (counts.open, counts.speculative_used) == (1, 0)
 
 
-def test_each_turn_is_kept_in_place_of_the_one_before():
-    scene = Scene()
-    scene.run(scene.begin_speculative(), [1, 2], num_prompt=1)
-    scene.run(scene.begin_speculative(), [1, 2, 3], num_prompt=2)
-    counts = scene.sessions.counts
-    assert (counts.open, counts.pinned_blocks, counts.speculative_used) == (1, 3, 1)
-
-
 def test_what_is_kept_for_a_next_turn_ends_first():
     scene = Scene(kv_share=0.25, ttl_s=10)
     scene.ask("a", [1, 2], OPEN)
@@ -273,23 +256,6 @@ def test_what_is_kept_for_a_next_turn_ends_first():
     counts = scene.sessions.counts
     assert (counts.open, counts.speculative, counts.speculative_wasted) == (0, 3, 3)
     assert (counts.displaced, counts.yielded, counts.expired) == (0, 0, 1)  # those of sessions
-
-
-def test_a_request_of_an_open_session_needs_no_speculation():
-    scene = Scene()
-    scene.ask("a", [1, 2], OPEN)
-    request = replace(make_request("x", [1]), session="a", speculative_prefill=True)
-    scene.sessions.begin(request)
-    scene.run(request, [1, 2, 3])
-    assert scene.sessions.counts.speculative == 0
-
-
-def test_an_answer_that_was_not_computed_is_not_kept():
-    scene = Scene()
-    request = scene.begin_speculative()
-    scene.sessions.end(request, is_done=False)
-    scene.check()
-    assert (len(scene.sessions), scene.sessions.counts.speculative_wasted) == (0, 1)
 
 
 def test_a_prompt_computed_ahead_is_kept_with_the_answer_that_it_continues():
