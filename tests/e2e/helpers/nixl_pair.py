@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from penstock.transfer.transports.nixl.transport import NixlTransport
 SIZE_BYTES = 128 << 20
 BLOCK_BYTES = 64 << 10
 CONFIG = TransferConfig(
-    listen=("unix",), heartbeat_timeout_s=30
+    listen=("unix",), heartbeat_timeout_s=3600
 )  # so that the end is not detected by a timeout
 
 
@@ -58,7 +57,6 @@ async def run_scenario(agent: TransferAgent, metadata: bytes, owner_pid: int) ->
     is_equal = bool(np.array_equal(sent, back))
     handles = [agent.post(TransferOp.WRITE, local.ranges(), remote.ranges(), peer) for _ in range(50)]
     await asyncio.sleep(0.005)
-    began_s = time.perf_counter()
     os.kill(owner_pid, signal.SIGKILL)
     errors = set()
     for handle in handles:
@@ -69,7 +67,6 @@ async def run_scenario(agent: TransferAgent, metadata: bytes, owner_pid: int) ->
     return {
         "is_equal": is_equal,
         "errors": sorted(errors),
-        "lost_s": time.perf_counter() - began_s,
         "under_way": agent.transfers_under_way,
     }
 

@@ -1,12 +1,11 @@
 """A process that transfers to and from another one's memory: `python transfer_reader.py CONFIG_JSON METADATA_HEX OP SIZE_BYTES`.
 
-It checks one transfer and prints `moving`. It repeats the transfer until an error, and prints the error with the time. Then
+It checks one transfer and prints `moving`. It repeats the transfer until an error, and prints the error. Then
 it reconnects, transfers once more and prints `moved again`.
 """
 
 import asyncio
 import sys
-import time
 
 import numpy as np
 
@@ -39,7 +38,7 @@ async def main(config: str, metadata: str, op_name: str, size: str) -> None:
             while True:
                 await prepared.post(op).wait()
         except PeerLost as error:
-            _say("lost", time.perf_counter(), error.message, agent.transfers_under_way)
+            _say("lost", error.message, agent.transfers_under_way)
         while True:
             try:
                 prepared = await connected()

@@ -29,6 +29,12 @@ PAGED = {
     "max_batch_tokens": 64,
     "kv": {"host": "64MiB"},
 }
+SMALL = {
+    "engine": "mock",
+    "kv_blocks": 64,
+    "mock": {"kv_bytes_per_block": 4096, "timing": {"prefill_s_per_token": 2e-3}},
+    "kv": {"host": "64MiB"},
+}
 MOCK = {
     "engine": "mock",
     "kv_blocks": 150,  # a prompt and a half
@@ -55,7 +61,10 @@ def ipc_namespace(pid):
 
 
 @pytest.mark.needs("ipc-namespaces")
-def test_what_the_other_host_keeps_in_memory_is_loaded_and_answers_are_the_same(two_hosts):
+@pytest.mark.parametrize(
+    "role", [pytest.param(SMALL, id="mock"), pytest.param(PAGED, id="paged", marks=pytest.mark.nightly)]
+)
+def test_what_the_other_host_keeps_in_memory_is_loaded_and_answers_are_the_same(two_hosts, role):
     async def scenario(site):
         pids = [worker["pid"] for worker in (await site.workers()).values()]
         assert len({ipc_namespace(pid) for pid in pids}) == 2
@@ -70,12 +79,18 @@ def test_what_the_other_host_keeps_in_memory_is_loaded_and_answers_are_the_same(
             assert (load["failed_steps"], load["kv_corrupt"]) == (0, 0)
             assert not load["kv_tiers"][0]["hit_tokens"], "its own host tier had none of it"
 
-    two_hosts(scenario, PAGED)
+    two_hosts(scenario, role)
 
 
 @pytest.mark.slow
 @pytest.mark.needs("ipc-namespaces")
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_host_that_is_lost_while_its_memory_is_read_costs_time_alone(two_hosts, fault):
     """Blocks of 2 MiB: a prompt is copied in a tenth of a second, within which its holder dies or hangs."""
 

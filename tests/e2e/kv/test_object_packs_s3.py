@@ -81,25 +81,11 @@ async def test_two_writers_share_packs_and_collect_them(s3: S3Server) -> None:
         assert one.counts.mismatched == one.counts.packs_gone == 0
 
 
-async def test_a_flipped_bit_in_the_bucket_is_computed_again(s3: S3Server) -> None:
-    async with make(s3.url, "flip") as packs:
-        await packs.store(HASHES, BLOCKS)
-        store = raw_store(s3.url)
-        key = max(obstore.list(store, prefix="flip").collect(), key=lambda row: row["size"])["path"]
-        raw = bytearray(bytes(obstore.get(store, key).bytes()))
-        raw[-5] ^= 4
-        obstore.put(store, key, bytes(raw))
-        await check_loads(packs, 15)
-        assert packs.counts.mismatched == 1
-        assert await packs.store(HASHES, BLOCKS) == 24
-        await check_loads(packs)
-
-
 @asynccontextmanager
 async def guarded(s3: S3Server, prefix: str) -> AsyncIterator[tuple[Proxy, ObjectPacks, GuardedStore]]:
     breaker = CircuitBreaker("object", failures_max=2, pause_s=0.05, pause_max_s=0.2)
     async with proxy_of(s3) as proxy, make(proxy.url, prefix, refresh_s=0.1, request_timeout_s=2.0) as packs:
-        tier = GuardedStore(packs, breaker, timeout_s=2.0)
+        tier = GuardedStore(packs, breaker, timeout_s=10.0)
         assert await tier.store(HASHES[:20], BLOCKS[:20]) == 20
         yield proxy, packs, tier
 
@@ -109,13 +95,11 @@ async def suffer(tier: GuardedStore) -> None:
     while tier.breaker.is_on:
         assert await tier.load(HASHES, targets(24, BLOCK_BYTES)) == 0
         assert await tier.store(HASHES, BLOCKS) == 0
-    began_s = asyncio.get_running_loop().time()
     assert (tier.locate(HASHES), await tier.load(HASHES, targets(24, BLOCK_BYTES))) == (0, 0)
-    assert asyncio.get_running_loop().time() - began_s < 1.0, "while it is off nobody waits"
 
 
 async def return_by_itself(tier: GuardedStore) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not tier.breaker.is_on:
             await tier.load(HASHES, targets(24, BLOCK_BYTES))
             await tier.store(HASHES, BLOCKS)  # a load asks nothing of a bucket that was listed and is empty
@@ -131,7 +115,9 @@ def logged(capsys: pytest.CaptureFixture[str]) -> tuple[int, int, int]:
     return text.count("kv_tier_off"), text.count("kv_tier_on"), text.count("[warning")
 
 
-@pytest.mark.parametrize("status", [500, 403, 404])
+@pytest.mark.parametrize(
+    "status", [500, *(pytest.param(status, marks=pytest.mark.nightly) for status in (403, 404))]
+)
 async def test_answers_with_errors_turn_it_off_once(s3: S3Server, capsys, status: int) -> None:
     async with guarded(s3, f"status{status}") as (proxy, packs, tier):
         proxy.status = status
@@ -146,12 +132,10 @@ async def test_answers_with_errors_turn_it_off_once(s3: S3Server, capsys, status
 
 
 async def test_a_server_that_hangs_turns_it_off_once(s3: S3Server, capsys) -> None:
-    async with guarded(s3, "hang") as (proxy, _packs, tier):
-        tier._timeout_s = 0.2
+    async with guarded(s3, "hang") as (proxy, packs, tier):
         proxy.hang = True
-        await suffer(tier)
+        await suffer(GuardedStore(packs, tier.breaker, timeout_s=0.2))
         proxy.hang = False
-        tier._timeout_s = 5.0
         await return_by_itself(tier)
     assert logged(capsys) == (1, 1, 1)
 

@@ -49,7 +49,9 @@ async def moved(site, share, rounds=6):
     raise AssertionError(f"{cached} of {prompt_tokens} tokens were cached")
 
 
-@pytest.mark.parametrize("role", [MOCK, PAGED], ids=["mock", "paged"])
+@pytest.mark.parametrize(
+    "role", [pytest.param(MOCK, id="mock"), pytest.param(PAGED, id="paged", marks=pytest.mark.nightly)]
+)
 def test_sessions_that_move_load_their_prefix_from_the_other_worker(deploy, role):
     async def scenario(site):
         cached = await moved(site, 0.5)

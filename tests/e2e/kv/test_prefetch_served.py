@@ -5,13 +5,18 @@ import asyncio
 import pytest
 
 TEXTS = [f"{n} " + " ".join(f"lake {n * 31 + word}" for word in range(60)) for n in range(12)]
+MOCK = {
+    "engine": "mock",
+    "kv_blocks": 96,
+    "mock": {"kv_bytes_per_block": 256, "timing": {"prefill_s_per_token": 5e-4}},
+    "max_running_requests": 1,
+}
 PAGED = {
     "engine": "paged",
     "kv_blocks": 128,
     "weight_dtype": "float32",  # cached prefixes change the rounding
     "max_batch_tokens": 64,
     "max_running_requests": 1,
-    "kv": {"host": "64MiB"},
 }
 
 
@@ -20,8 +25,15 @@ async def told(site):
     return await asyncio.gather(*(site.tell(text, max_tokens=8) for text in TEXTS))
 
 
-@pytest.mark.parametrize("prefetch", [16, 0])
-def test_waiting_requests_load_their_prefixes_before_their_turn(deploy, prefetch):
+@pytest.mark.parametrize(
+    ("role", "prefetch"),
+    [
+        pytest.param(MOCK, 16, id="mock"),
+        pytest.param(MOCK, 0, id="mock-none", marks=pytest.mark.nightly),
+        pytest.param(PAGED, 16, id="paged", marks=pytest.mark.nightly),
+    ],
+)
+def test_waiting_requests_load_their_prefixes_before_their_turn(deploy, role, prefetch):
     async def scenario(site):
         first = await told(site)
         again = await told(site)
@@ -35,7 +47,7 @@ def test_waiting_requests_load_their_prefixes_before_their_turn(deploy, prefetch
         assert tier["wasted_blocks"] == 0
         assert load["failed_steps"] == 0
 
-    deploy(scenario, role=PAGED | {"kv": {"host": "64MiB", "prefetch": prefetch}})
+    deploy(scenario, role=role | {"kv": {"host": "64MiB", "prefetch": prefetch}})
 
 
 def test_clients_that_leave_and_a_killed_worker_take_no_blocks_with_them(deploy):
@@ -71,4 +83,4 @@ def test_clients_that_leave_and_a_killed_worker_take_no_blocks_with_them(deploy)
 
         await site.until(is_back)
 
-    deploy(scenario, role=PAGED, timeout_s=120)
+    deploy(scenario, role=MOCK | {"kv": {"host": "64MiB"}}, timeout_s=120)

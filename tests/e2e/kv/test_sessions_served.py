@@ -40,7 +40,9 @@ async def sessions(site, **expected):
     await site.until(are_so)
 
 
-@pytest.mark.parametrize("role", [MOCK, PAGED], ids=["mock", "paged"])
+@pytest.mark.parametrize(
+    "role", [pytest.param(MOCK, id="mock"), pytest.param(PAGED, id="paged", marks=pytest.mark.nightly)]
+)
 def test_a_prefix_stays_through_a_tool_call_and_goes_when_the_session_is_closed(deploy, role):
     async def scenario(site):
         history = "the agent's plan " + WORDS
@@ -160,7 +162,9 @@ async def turn(site, messages, **fields):
     return answer.choices[0].message.content, usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
 
 
-@pytest.mark.parametrize("role", [MOCK, PAGED], ids=["mock", "paged"])
+@pytest.mark.parametrize(
+    "role", [pytest.param(MOCK, id="mock"), pytest.param(PAGED, id="paged", marks=pytest.mark.nightly)]
+)
 def test_a_next_turn_is_computed_while_the_tool_runs(deploy, role):
     async def scenario(site):
         cached, texts = {}, {}

@@ -3,7 +3,6 @@
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -48,13 +47,12 @@ def test_what_a_killed_process_leaves_is_whole_or_missing(tmp_path: Path) -> Non
         return served
 
     served = []
-    for _ in range(12):
+    for _ in range(6):
         with start_writer(path) as writer:
             assert writer.stdout is not None
-            for _ in range(rng.randrange(1, 8)):
+            for _ in range(rng.randrange(4, 9)):
                 assert writer.stdout.readline()
-            time.sleep(rng.random() * 0.02)
-            writer.kill()
+            writer.kill()  # at any point of the next blocks
         served.append(run_async(check()))
     assert min(served) > SLOTS // 2, f"{served} of {SLOTS} blocks"
 

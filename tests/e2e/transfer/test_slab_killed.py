@@ -15,7 +15,7 @@ from penstock.transfer import FileRegion, TransferAgent, TransferConfig, Transfe
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("turns", [1, 4, 9])
+@pytest.mark.parametrize("turns", [4, *(pytest.param(turns, marks=pytest.mark.nightly) for turns in (1, 9))])
 def test_what_a_killed_process_wrote_is_whole_or_refused(tmp_path: Path, turns: int) -> None:
     script = Path(__file__).parents[1] / "helpers" / "slab_writer.py"
     with subprocess.Popen(
