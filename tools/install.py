@@ -26,10 +26,10 @@ UV = "uv==0.13.9"
 GPU_PACKAGES = re.compile(r"(nvidia|cuda)-.*|triton")
 """What torch of PyPI needs on x86_64 and the CPU build does without."""
 SIZES_GB = {
-    ("demo", "cpu"): (0.4, 1.0),
-    ("demo", "pypi"): (3.1, 6.6),
-    ("dev", "cpu"): (1.0, 2.2),
-    ("dev", "pypi"): (3.7, 7.8),
+    ("demo", "cpu"): (0.3, 1.1),
+    ("demo", "pypi"): (2.8, 5.2),
+    ("dev", "cpu"): (0.6, 2.3),
+    ("dev", "pypi"): (3.1, 6.4),
 }
 """By what is installed and torch's build: to download, and in .venv; measured on x86_64 with Python 3.11 and torch 2.13.0."""
 PIP_SETTINGS = {

@@ -29,8 +29,10 @@ def body_error(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> Req
         return RequestError("the body is empty; expected a JSON object")
     if isinstance(error, RecursionError):
         return nested_too_deeply()
-    if isinstance(error, UnicodeDecodeError):
-        return RequestError(f"the body is not valid UTF-8: {error.reason}; send JSON encoded as UTF-8")
+    try:
+        body.decode()  # the decoder's own error does not tell one from the other in all versions of msgspec
+    except UnicodeDecodeError as undecodable:
+        return RequestError(f"the body is not valid UTF-8: {undecodable.reason}; send JSON encoded as UTF-8")
     return RequestError(f"the body is not valid JSON: {error}")
 
 
