@@ -9,7 +9,7 @@ from penstock.deploy.control.deployments import find_deployment
 from tests.e2e.helpers.planned import command, planner_metrics, ready, run, serving, until
 from tests.support.streams import Load
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.usefixtures("runtime_dir")]
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
 READING = [f"{number} " + "a long text to read. " * 100 for number in range(4)], 24

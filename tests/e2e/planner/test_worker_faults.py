@@ -75,6 +75,7 @@ def test_a_worker_that_is_killed_or_hangs_comes_back_and_is_no_scale_in():
     run(main())
 
 
+@pytest.mark.nightly
 def test_a_worker_that_does_not_become_ready_is_replaced_after_the_deadline():
     """The deadline is the setting's, or three times a measured start if that is longer."""
 

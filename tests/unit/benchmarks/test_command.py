@@ -4,8 +4,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.command import EXPERIMENTS, make_parser
-from penstock.bench import registry
-from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 
 
@@ -49,21 +47,6 @@ def test_a_wrong_size_is_refused():
 def test_a_report_that_cannot_be_kept_is_refused_before_the_run(tmp_path):
     with pytest.raises(ConfigError, match="expected a file in a directory that exists"):
         _main("hashing", "--json", str(tmp_path / "nowhere" / "out.json"))
-
-
-def test_problems_make_the_exit_code(monkeypatch, capsys):
-    class Failing:
-        @staticmethod
-        def add_arguments(parser):
-            pass
-
-        @staticmethod
-        def run(options):
-            return Report(name="hashing", config={}, figures={}, problems=["3 of 4 requests failed"])
-
-    monkeypatch.setattr(registry, "_bench", lambda _: Failing)
-    assert _main("hashing") == 1
-    assert capsys.readouterr().err == "benchmarks hashing: 3 of 4 requests failed\n"
 
 
 @pytest.mark.slow

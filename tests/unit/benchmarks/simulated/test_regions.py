@@ -25,9 +25,8 @@ def test_busy_hours_follow_each_other_and_documents_are_shared() -> None:
     assert len({each.prompt.own for each in asked}) == len(asked)
 
 
-def test_a_small_run_has_the_figures_of_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_run_has_the_figures_of_each_way() -> None:
     size = command.Size(workers=2, per_worker_s=0.4, day_s=20.0, documents=10)
-    monkeypatch.setattr(command, "_QUICK", size)
     alone = command.measure("alone", size)
     told = command.measure("summary_64k", size)
     assert alone["crossed_share"] == 0 < told["crossed_share"]
