@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-TURNS = 8
+TURNS = 4
 HISTORIES = [f"{n} " + " ".join(f"river {n * 31 + word}" for word in range(60)) for n in range(TURNS)]
 PAGED = {
     "engine": "paged",
@@ -29,7 +29,7 @@ def test_conversations_of_a_retired_worker_are_loaded_by_another_one(deploy):
         kept = {name: (await site.load(name))["kv_tiers"][0] for name in await site.workers()}
         assert len(kept) == 2
         assert all(tier["cached_blocks"] for tier in kept.values()), "both have computed some"
-        running = [asyncio.create_task(site.tell(text, max_tokens=120)) for text in HISTORIES]
+        running = [asyncio.create_task(site.tell(text, max_tokens=64)) for text in HISTORIES]
         leaving, staying = sorted(kept)
 
         async def is_busy():
@@ -47,7 +47,7 @@ def test_conversations_of_a_retired_worker_are_loaded_by_another_one(deploy):
         load = await site.load(staying)
         assert load["onboarded_tokens"][0] > 0, "some came by the host tier"
         assert load["failed_steps"] == 0
-        assert [text for text, _ in await told(site, max_tokens=120)] == long_texts
+        assert [text for text, _ in await told(site, max_tokens=64)] == long_texts
 
     deploy(
         scenario,
