@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 
 import pytest
 
@@ -60,6 +61,29 @@ def test_executors_run_on_the_spot():
         return got
 
     assert run_virtual(main()) == [42, ValueError]
+
+
+def test_a_group_cancels_its_tasks_in_the_order_in_which_they_began():
+    """A group keeps them in a set, whose order is else that of addresses."""
+
+    async def main() -> list[int]:
+        ended: list[int] = []
+
+        async def member(number: int) -> None:
+            try:
+                await asyncio.sleep(9)
+            finally:
+                ended.append(number)
+
+        with contextlib.suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                for number in range(50):
+                    group.create_task(member(number))
+                await asyncio.sleep(4)
+                raise ValueError
+        return ended
+
+    assert run_virtual(main()) == list(range(50))
 
 
 def test_timers_of_one_moment_run_in_the_order_they_were_set_and_cancelled_ones_never():
