@@ -10,7 +10,7 @@ from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.search.demand import Demand
 from penstock.plan.graph_text import graph_data, graph_of, graph_text
-from penstock.plan.question import Question, parallel_name
+from penstock.plan.question import Question
 
 
 def ask(model="llama-3.1-8b", hardware="h100", devices=2, formats=(), **demand):
@@ -70,19 +70,6 @@ def test_unreachable_targets_are_refused_with_the_best_latency():
     assert f"--slo-itl 0.0001: a token takes {further_s:.3g} s at best, on TP 4" in said
     assert "raise them" in said
     assert "raise it" in ask(itl_s=0.0001).why_not()
-
-
-@pytest.mark.parametrize(
-    ("parallel", "said"),
-    [
-        (Parallel(), "one device"),
-        (Parallel(tp=4), "TP 4"),
-        (Parallel(tp=8, pp=2), "TP 8 x PP 2"),
-        (Parallel(tp=1, dp=16, ep=16), "DP 16 x EP 16"),
-    ],
-)
-def test_a_parallelism_has_a_short_name(parallel, said):
-    assert parallel_name(parallel) == said
 
 
 def test_a_graph_says_what_was_found():
