@@ -6,7 +6,7 @@ from benchmarks.processes import engine
 from penstock.core.errors import ConfigError
 
 pytest.importorskip("torch")
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 
 def _options(*arguments: str) -> argparse.Namespace:
