@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
 
@@ -48,6 +48,7 @@ class MemoryCluster:
         self.errors: dict[str, PenstockError] = {}
         """Errors of workers that ended with one."""
         self._members: dict[str, _Member] = {}
+        self._registries: list[CollectorRegistry] = []
         self._numbers = 0
         self._group = asyncio.TaskGroup()
 
@@ -110,16 +111,37 @@ class MemoryCluster:
         self.plane.kill(member.worker.instance.address)
         member.task.cancel()
 
+    def cut(self, name: str) -> None:
+        """Break the connections to a worker; both ends live on."""
+        for link in self.links(name):
+            link.break_off("the cable was pulled", tell_service=True)
+
+    def links(self, name: str) -> Sequence[Any]:
+        """Give the worker's ends of the connections to it."""
+        instance = self.worker(name).instance
+        assert instance is not None, f"{name} has not been ready"
+        return tuple(self.plane._servers[instance.address].links)
+
+    def abandon(self, name: str) -> None:
+        """Have the lease of a worker run out that goes on living."""
+        self._members[name].discovery.abandon()
+
+    def figure(self, name: str, **labels: str) -> float:
+        """Add up a metric of all dispatchers that were made here; `penstock_router_` comes before its name."""
+        of_each = (each.get_sample_value(f"penstock_router_{name}", labels) for each in self._registries)
+        return sum(value or 0.0 for value in of_each)
+
     def dispatcher(
         self, config: RouterConfig | None = None, registry: CollectorRegistry | None = None
     ) -> Dispatcher:
         """Make the dispatcher of another frontend; the caller enters it."""
+        self._registries.append(registry or CollectorRegistry())
         return Dispatcher(
             self.discovery,
             self.plane,
             rng=random.Random(self.rng.getrandbits(64)),
             config=config,
-            registry=registry or CollectorRegistry(),
+            registry=self._registries[-1],
         )
 
     def worker(self, name: str) -> Worker:

@@ -16,6 +16,7 @@ from penstock.transfer.transports.memory import MemoryTransport
 from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, memory_transport
 from tests.support.kv_transfer import PRICES, check_nothing_is_held, tiny_engine, tiny_request
+from tests.support.scenes import scenes
 
 ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
 """Every prompt is disaggregated while a prefill worker is available."""
@@ -78,6 +79,10 @@ def run_scenario(
                 dispatcher.check()
 
     run_virtual(main())
+
+
+scenario = scenes(run_scenario, 2)
+"""Makes a decorator of tests that are scenes; takes the options of `run_scenario`."""
 
 
 async def beside_streams(

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+import msgspec
+
 from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
 from penstock.core.types.events import KvEvent
@@ -29,6 +31,7 @@ class ManualEngine:
         """The error that `submit` raises."""
         self.start_error: PenstockError | None = None
         self.closed = False
+        self._figures: dict[str, int] = {}
         self._steps: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
 
     def emit(
@@ -54,6 +57,11 @@ class ManualEngine:
             if delta.finish_reason is not None:
                 del self.requests[delta.request_id]
         self._steps.put_nowait(Step(deltas=tuple(deltas), events=tuple(events)))
+
+    def report(self, **figures: int) -> None:
+        """Have the worker tell of these figures of its load, from now on, whatever runs."""
+        self._figures = figures
+        self.step()
 
     def die(self, error: Exception | None) -> None:
         """Fail the next step with `error`; None ends the steps without one."""
@@ -82,11 +90,12 @@ class ManualEngine:
 
     def load(self) -> WorkerLoad:
         tokens = sum(num_tokens(request.token_ids) for request in self.requests.values())
-        return WorkerLoad(
+        load = WorkerLoad(
             running_requests=len(self.requests),
             active_blocks=-(-tokens // self.info.block_size) + self.lingering_blocks,
             total_blocks=self.info.total_blocks,
         )
+        return msgspec.structs.replace(load, **self._figures)
 
     async def close(self) -> None:
         self.closed = True

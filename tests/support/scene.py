@@ -16,6 +16,7 @@ from penstock.router.workers.member import WorkerView
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
+from tests.support.scenes import scenes
 
 PROMPT = tuple(range(100, 121))
 """Five full blocks of four tokens, and one token."""
@@ -40,6 +41,10 @@ def run_scenario(scene: Scene, num_workers: int = 3, config: RouterConfig | None
             dispatcher.check()
 
     run_virtual(main())
+
+
+scenario = scenes(run_scenario, 3)
+"""Makes a decorator of tests that are scenes; takes the options of `run_scenario`."""
 
 
 async def settle() -> None:

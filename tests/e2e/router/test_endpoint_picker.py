@@ -29,6 +29,7 @@ from penstock.router.service.gateway import Server
 from penstock.router.service.routing_service import RoutingService
 from tests.support.certificates import make_authority, make_certificate
 from tests.support.envoy import BUFFERED, DUPLEX, envoy
+from tests.support.scenes import on_a_loop
 
 LIMIT_S = 60.0
 TOKENS = 20
@@ -145,175 +146,153 @@ async def scene(
 
 
 @pytest.mark.parametrize("modes", [DUPLEX, BUFFERED], ids=["duplex", "buffered"])
-def test_requests_go_where_their_prefix_is_and_answers_come_whole(
-    tmp_path: Path, modes: dict[str, str]
-) -> None:
-    async def run() -> None:
-        async with scene(tmp_path, modes) as at:
-            for conversation in range(6):
-                words = f"Conversation {conversation}. " + "All of its words. " * 40
-                first = await at.chat(words)
-                assert first[0] == 200, first
-                assert first[1].startswith("".join(f"data: {index}\n\n" for index in range(TOKENS)))
-                assert "usage" in first[1]
-                again = [await at.chat(words + " More.") for _ in range(3)]
-                assert {one[2] for one in again} == {first[2]}
-            assert all(stub.bodies for stub in at.stubs.values()), "both serve"
-            await at.open_requests(0)
-            assert at.ended("finished") == 24
-            at.service.check()
-
-    asyncio.run(run())
+@on_a_loop
+async def test_requests_go_where_their_prefix_is_and_answers_come_whole(tmp_path, modes):
+    async with scene(tmp_path, modes) as at:
+        for conversation in range(6):
+            words = f"Conversation {conversation}. " + "All of its words. " * 40
+            first = await at.chat(words)
+            assert first[0] == 200, first
+            assert first[1].startswith("".join(f"data: {index}\n\n" for index in range(TOKENS)))
+            assert "usage" in first[1]
+            again = [await at.chat(words + " More.") for _ in range(3)]
+            assert {one[2] for one in again} == {first[2]}
+        assert all(stub.bodies for stub in at.stubs.values()), "both serve"
+        await at.open_requests(0)
+        assert at.ended("finished") == 24
+        at.service.check()
 
 
-def test_a_large_body_comes_as_it_was_sent_and_one_too_large_is_refused(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with scene(tmp_path, body_bytes_max=4 << 20) as at:
-            text = "".join(random.Random(2).choices("abcdefghij é✓ ", k=1_000_000))
-            status, _, served = await at.chat(text)
-            assert status == 200
-            assert served is not None
-            (body,) = at.stubs[served].bodies
-            assert json.loads(body)["messages"][0]["content"] == text
-            status, refusal, _ = await at.chat("x" * (5 << 20))
-            assert status == 413
-            assert "4194304 bytes, the limit (body_bytes_max)" in json.loads(refusal)["error"]["message"]
-            await at.open_requests(0)
-
-    asyncio.run(run())
+@on_a_loop
+async def test_a_large_body_comes_as_it_was_sent_and_one_too_large_is_refused(tmp_path):
+    async with scene(tmp_path, body_bytes_max=4 << 20) as at:
+        text = "".join(random.Random(2).choices("abcdefghij é✓ ", k=1_000_000))
+        status, _, served = await at.chat(text)
+        assert status == 200
+        assert served is not None
+        (body,) = at.stubs[served].bodies
+        assert json.loads(body)["messages"][0]["content"] == text
+        status, refusal, _ = await at.chat("x" * (5 << 20))
+        assert status == 413
+        assert "4194304 bytes, the limit (body_bytes_max)" in json.loads(refusal)["error"]["message"]
+        await at.open_requests(0)
 
 
-def test_a_request_counts_until_its_stream_ends_or_its_client_goes(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with scene(tmp_path) as at:
-            for stub in at.stubs.values():
-                stub.hold.clear()
-            streams = [asyncio.create_task(at.chat(f"{number} " * 200)) for number in range(4)]
-            await until(lambda: sum(len(stub.bodies) for stub in at.stubs.values()) == 4)
-            await at.open_requests(4)
-            assert [len(stub.bodies) for stub in at.stubs.values()] == [2, 2], "load is shared"
-            streams[0].cancel()
-            await at.open_requests(3)
-            for stub in at.stubs.values():
-                stub.hold.set()
-            await asyncio.gather(*streams, return_exceptions=True)
-            await at.open_requests(0)
-            at.service.check()
-
-    asyncio.run(run())
+@on_a_loop
+async def test_a_request_counts_until_its_stream_ends_or_its_client_goes(tmp_path):
+    async with scene(tmp_path) as at:
+        for stub in at.stubs.values():
+            stub.hold.clear()
+        streams = [asyncio.create_task(at.chat(f"{number} " * 200)) for number in range(4)]
+        await until(lambda: sum(len(stub.bodies) for stub in at.stubs.values()) == 4)
+        await at.open_requests(4)
+        assert [len(stub.bodies) for stub in at.stubs.values()] == [2, 2], "load is shared"
+        streams[0].cancel()
+        await at.open_requests(3)
+        for stub in at.stubs.values():
+            stub.hold.set()
+        await asyncio.gather(*streams, return_exceptions=True)
+        await at.open_requests(0)
+        at.service.check()
 
 
-def test_requests_without_a_body_other_apis_and_wrong_bodies_reach_a_server(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with scene(tmp_path) as at:
-            async with at.http.get(f"{at.url}/v1/models") as answer:
-                assert (await answer.json())["path"] == "/v1/models"
-            async with at.http.post(f"{at.url}/v1/embeddings", json={"model": "m", "input": "x"}) as answer:
-                assert (await answer.json())["path"] == "/v1/embeddings"
-            for prompt in ("text", [1, 2, 3], ["one", "two"], [[1, 2], [3]], []):
-                async with at.http.post(
-                    f"{at.url}/v1/completions", json={"model": "m", "prompt": prompt}
-                ) as answer:
-                    assert answer.status == 200
-            await at.open_requests(0)
-
-    asyncio.run(run())
+@on_a_loop
+async def test_requests_without_a_body_other_apis_and_wrong_bodies_reach_a_server(tmp_path):
+    async with scene(tmp_path) as at:
+        async with at.http.get(f"{at.url}/v1/models") as answer:
+            assert (await answer.json())["path"] == "/v1/models"
+        async with at.http.post(f"{at.url}/v1/embeddings", json={"model": "m", "input": "x"}) as answer:
+            assert (await answer.json())["path"] == "/v1/embeddings"
+        for prompt in ("text", [1, 2, 3], ["one", "two"], [[1, 2], [3]], []):
+            async with at.http.post(
+                f"{at.url}/v1/completions", json={"model": "m", "prompt": prompt}
+            ) as answer:
+                assert answer.status == 200
+        await at.open_requests(0)
 
 
-def test_refusals_are_answers_of_the_api(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with scene(tmp_path) as at:
-            status, text, _ = await at.chat("Hello.", model="other")
-            assert status == 404
-            assert json.loads(text)["error"]["message"] == "model 'other': no worker has it; known: m"
-            for name, stub in at.stubs.items():
-                url = f"http://127.0.0.1:{stub.port}"
-                await at.service.put(name, Server(url=url, model="m", state=InstanceState.DRAINING))
-            async with at.http.post(f"{at.url}/v1/completions", json={"model": "m", "prompt": "x"}) as answer:
-                assert answer.status == 503
-                assert answer.headers["Retry-After"] == "1"
-                assert answer.content_type == "application/json"
-
-    asyncio.run(run())
+@on_a_loop
+async def test_refusals_are_answers_of_the_api(tmp_path):
+    async with scene(tmp_path) as at:
+        status, text, _ = await at.chat("Hello.", model="other")
+        assert status == 404
+        assert json.loads(text)["error"]["message"] == "model 'other': no worker has it; known: m"
+        for name, stub in at.stubs.items():
+            url = f"http://127.0.0.1:{stub.port}"
+            await at.service.put(name, Server(url=url, model="m", state=InstanceState.DRAINING))
+        async with at.http.post(f"{at.url}/v1/completions", json={"model": "m", "prompt": "x"}) as answer:
+            assert answer.status == 503
+            assert answer.headers["Retry-After"] == "1"
+            assert answer.content_type == "application/json"
 
 
-def test_a_server_that_fails_is_told_to_the_router(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with scene(tmp_path) as at:
-            for stub in at.stubs.values():
-                stub.status = 500
-            assert (await at.chat("Hello."))[0] == 500
-            await at.open_requests(0)
-            assert at.ended("failed") == 1
-
-    asyncio.run(run())
+@on_a_loop
+async def test_a_server_that_fails_is_told_to_the_router(tmp_path):
+    async with scene(tmp_path) as at:
+        for stub in at.stubs.values():
+            stub.status = 500
+        assert (await at.chat("Hello."))[0] == 500
+        await at.open_requests(0)
+        assert at.ended("failed") == 1
 
 
-def test_a_body_that_never_ends_is_given_up(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with scene(tmp_path, body_timeout_s=0.5) as at:
-            host, port = at.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-            async with asyncio.timeout(LIMIT_S):
-                line = await reader.readline()
-            assert b" 408 " in line
-            writer.close()
-            assert not len(at.service.open)
-
-    asyncio.run(run())
+@on_a_loop
+async def test_a_body_that_never_ends_is_given_up(tmp_path):
+    async with scene(tmp_path, body_timeout_s=0.5) as at:
+        host, port = at.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        async with asyncio.timeout(LIMIT_S):
+            line = await reader.readline()
+        assert b" 408 " in line
+        writer.close()
+        assert not len(at.service.open)
 
 
-def test_health_is_what_the_protocol_asks_for(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with scene(tmp_path) as at, grpc.aio.insecure_channel(f"127.0.0.1:{at.picker}") as channel:
-            health = health_pb2_grpc.HealthStub(channel)
+@on_a_loop
+async def test_health_is_what_the_protocol_asks_for(tmp_path):
+    async with scene(tmp_path) as at, grpc.aio.insecure_channel(f"127.0.0.1:{at.picker}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
 
-            async def status(service: str) -> int:
-                answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=LIMIT_S)
-                return int(answer.status)
+        async def status(service: str) -> int:
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=LIMIT_S)
+            return int(answer.status)
 
-            names = ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
-            assert [await status(name) for name in names] == [1, 1, 1, 1]
-            for name in at.stubs:
-                await at.service.remove(name)
-            assert [await status(name) for name in names] == [2, 1, 2, 2]
-            with pytest.raises(grpc.aio.AioRpcError, match="no service 'other'"):
-                await status("other")
-
-    asyncio.run(run())
+        names = ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
+        assert [await status(name) for name in names] == [1, 1, 1, 1]
+        for name in at.stubs:
+            await at.service.remove(name)
+        assert [await status(name) for name in names] == [2, 1, 2, 2]
+        with pytest.raises(grpc.aio.AioRpcError, match="no service 'other'"):
+            await status("other")
 
 
-def test_the_command_listens_with_tls_and_takes_a_renewed_certificate(tmp_path: Path) -> None:
+@on_a_loop
+async def test_the_command_listens_with_tls_and_takes_a_renewed_certificate(tmp_path):
     """Two connections, before and after a renewal; each trusts only the authority of its certificate."""
 
-    async def run() -> None:
-        authorities = [make_authority(tmp_path, name) for name in ("first", "second")]
-        pair = make_certificate(tmp_path, "localhost", authorities[0])
-        command = [
-            sys.executable, "-m", "penstock", "router", "--port", "0", "--endpoint-picker-port", "0",
-            "--set", f"endpoint_picker.tls.certificate={pair.certificate}", "--set", f"endpoint_picker.tls.key={pair.key}",
-        ]  # fmt: skip
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        assert process.stdout is not None
-        try:
-            async with asyncio.timeout(LIMIT_S), aiohttp.ClientSession() as http:
-                said = dict(
-                    [(await process.stdout.readline()).decode().split(maxsplit=2)[1:] for _ in range(2)]
-                )
-                port = re.findall(r":(\d+), with TLS", said["picking"])[0]
-                (url,) = re.findall(r"http://\S+", said["ready"])
-                body = {"url": "http://10.0.0.1:8000", "model": "m"}
-                assert (await http.put(f"{url}/workers/one", json=body)).status == 200
-                assert await pick(port, authorities[0]) == "10.0.0.1:8000"
-                make_certificate(tmp_path, "localhost", authorities[1])
-                assert await pick(port, authorities[1]) == "10.0.0.1:8000"
-        finally:
-            process.terminate()
-            await process.wait()
-        assert process.returncode == 0
-
-    asyncio.run(run())
+    authorities = [make_authority(tmp_path, name) for name in ("first", "second")]
+    pair = make_certificate(tmp_path, "localhost", authorities[0])
+    command = [
+        sys.executable, "-m", "penstock", "router", "--port", "0", "--endpoint-picker-port", "0",
+        "--set", f"endpoint_picker.tls.certificate={pair.certificate}", "--set", f"endpoint_picker.tls.key={pair.key}",
+    ]  # fmt: skip
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(LIMIT_S), aiohttp.ClientSession() as http:
+            said = dict([(await process.stdout.readline()).decode().split(maxsplit=2)[1:] for _ in range(2)])
+            port = re.findall(r":(\d+), with TLS", said["picking"])[0]
+            (url,) = re.findall(r"http://\S+", said["ready"])
+            body = {"url": "http://10.0.0.1:8000", "model": "m"}
+            assert (await http.put(f"{url}/workers/one", json=body)).status == 200
+            assert await pick(port, authorities[0]) == "10.0.0.1:8000"
+            make_certificate(tmp_path, "localhost", authorities[1])
+            assert await pick(port, authorities[1]) == "10.0.0.1:8000"
+    finally:
+        process.terminate()
+        await process.wait()
+    assert process.returncode == 0
 
 
 async def pick(port: str, authority: Path) -> str:

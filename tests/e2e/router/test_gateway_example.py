@@ -19,6 +19,7 @@ from penstock.core.types.instances import InstanceState
 from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
 from penstock.router.service.gateway import Server
 from penstock.router.service.routing_service import RoutingService
+from tests.support.scenes import scenes
 
 FILE = Path(__file__).parents[3] / "examples" / "gateway.py"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello."}]}
@@ -95,6 +96,9 @@ def run_scenario(scene: Callable[[Ask, web.AppRunner, RoutingServer], Awaitable[
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
+scenario = scenes(run_scenario, 3)
+
+
 def test_a_server_that_is_gone_is_a_502_and_a_router_a_503(caplog):
     async def scene(ask: Ask, server: web.AppRunner, routing: RoutingServer) -> None:
         assert (await ask(CHAT))[0] == 200
@@ -115,17 +119,15 @@ def test_a_server_that_is_gone_is_a_502_and_a_router_a_503(caplog):
     assert "Traceback" not in caplog.text
 
 
-def test_who_is_told_to_come_back_later_is_told_when():
-    async def scene(ask: Ask, _: web.AppRunner, routing: RoutingServer) -> None:
-        status, answer = await ask(CHAT | {"user": "unlucky"})
-        assert (status, answer["retry_after"]) == (429, "7"), "by the server"
-        (view,) = routing._service.workers()
-        server = Server(url=view.address, model="m", state=InstanceState.DRAINING)
-        await routing._service.put(view.name, server)
-        status, answer = await ask(CHAT)
-        assert (status, answer["retry_after"]) == (503, "1"), "by the router"
-
-    run_scenario(scene)
+@scenario()
+async def test_who_is_told_to_come_back_later_is_told_when(ask, server, routing):
+    status, answer = await ask(CHAT | {"user": "unlucky"})
+    assert (status, answer["retry_after"]) == (429, "7"), "by the server"
+    (view,) = routing._service.workers()
+    server = Server(url=view.address, model="m", state=InstanceState.DRAINING)
+    await routing._service.put(view.name, server)
+    status, answer = await ask(CHAT)
+    assert (status, answer["retry_after"]) == (503, "1"), "by the router"
 
 
 def test_an_answer_that_breaks_off_does_not_look_whole(caplog):

@@ -12,6 +12,7 @@ from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.kubernetes.client import KubernetesClient
 from penstock.runtime.kubernetes.reflector import Pace
 from tests.support.kubernetes.api_server import ApiServer
+from tests.support.scenes import on_a_loop
 
 LIMIT_S = 60.0
 POOL = {
@@ -75,58 +76,52 @@ async def scene() -> AsyncIterator[Scene]:
         yield Scene(server, client, service)
 
 
-def test_ready_pods_are_servers_until_they_go() -> None:
-    async def run() -> None:
-        async with scene() as at:
-            await at.put(pod("one", "10.0.0.1"))
-            await at.put(pod("two", "fd00::2"))
-            await at.put(pod("starting", "10.0.0.3", ready=False))
-            await at.put(pod("other", "10.0.0.4", app="else"))
-            await at.client.create(POOLS, POOL)
-            both = {"one": ("http://10.0.0.1:8000", "ready"), "two": ("http://[fd00::2]:8000", "ready")}
-            await at.becomes(both)
-            assert {view.adapters for view in at.service.workers()} == {("sql",)}
-            ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
-            await at.client.patch(PODS, "starting", ready, "status")
-            await at.becomes({**both, "starting": ("http://10.0.0.3:8000", "ready")})
-            await at.client.delete(PODS, "one")
-            await at.client.delete(PODS, "starting")
-            await at.becomes({"two": both["two"]})
-
-    asyncio.run(run())
+@on_a_loop
+async def test_ready_pods_are_servers_until_they_go():
+    async with scene() as at:
+        await at.put(pod("one", "10.0.0.1"))
+        await at.put(pod("two", "fd00::2"))
+        await at.put(pod("starting", "10.0.0.3", ready=False))
+        await at.put(pod("other", "10.0.0.4", app="else"))
+        await at.client.create(POOLS, POOL)
+        both = {"one": ("http://10.0.0.1:8000", "ready"), "two": ("http://[fd00::2]:8000", "ready")}
+        await at.becomes(both)
+        assert {view.adapters for view in at.service.workers()} == {("sql",)}
+        ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+        await at.client.patch(PODS, "starting", ready, "status")
+        await at.becomes({**both, "starting": ("http://10.0.0.3:8000", "ready")})
+        await at.client.delete(PODS, "one")
+        await at.client.delete(PODS, "starting")
+        await at.becomes({"two": both["two"]})
 
 
-def test_another_selector_or_port_names_other_servers_and_no_pool_none() -> None:
-    async def run() -> None:
-        async with scene() as at:
-            await at.put(pod("one", "10.0.0.1"))
-            await at.put(pod("other", "10.0.0.4", app="else"))
-            await at.client.create(POOLS, POOL)
-            await at.becomes({"one": ("http://10.0.0.1:8000", "ready")})
-            await at.client.patch(POOLS, "llama", {"spec": {"selector": {"matchLabels": {"app": "else"}}}})
-            await at.becomes({"other": ("http://10.0.0.4:8000", "ready")})
-            await at.client.patch(POOLS, "llama", {"spec": {"targetPorts": [{"number": 1}, {"number": 2}]}})
-            await at.becomes(
-                {"other:1": ("http://10.0.0.4:1", "ready"), "other:2": ("http://10.0.0.4:2", "ready")}
-            )
-            await at.client.delete(POOLS, "llama")
-            await at.becomes({})
-
-    asyncio.run(run())
+@on_a_loop
+async def test_another_selector_or_port_names_other_servers_and_no_pool_none():
+    async with scene() as at:
+        await at.put(pod("one", "10.0.0.1"))
+        await at.put(pod("other", "10.0.0.4", app="else"))
+        await at.client.create(POOLS, POOL)
+        await at.becomes({"one": ("http://10.0.0.1:8000", "ready")})
+        await at.client.patch(POOLS, "llama", {"spec": {"selector": {"matchLabels": {"app": "else"}}}})
+        await at.becomes({"other": ("http://10.0.0.4:8000", "ready")})
+        await at.client.patch(POOLS, "llama", {"spec": {"targetPorts": [{"number": 1}, {"number": 2}]}})
+        await at.becomes(
+            {"other:1": ("http://10.0.0.4:1", "ready"), "other:2": ("http://10.0.0.4:2", "ready")}
+        )
+        await at.client.delete(POOLS, "llama")
+        await at.becomes({})
 
 
-def test_while_the_api_server_is_away_the_pods_stay() -> None:
-    async def run() -> None:
-        async with scene() as at:
-            await at.put(pod("one", "10.0.0.1"))
-            await at.client.create(POOLS, POOL)
-            one = {"one": ("http://10.0.0.1:8000", "ready")}
-            await at.becomes(one)
-            await at.server.stop()
-            await asyncio.sleep(0.3)
-            assert at.shown() == one
-            await at.server.start()
-            await at.put(pod("two", "10.0.0.2"))
-            await at.becomes({**one, "two": ("http://10.0.0.2:8000", "ready")})
-
-    asyncio.run(run())
+@on_a_loop
+async def test_while_the_api_server_is_away_the_pods_stay():
+    async with scene() as at:
+        await at.put(pod("one", "10.0.0.1"))
+        await at.client.create(POOLS, POOL)
+        one = {"one": ("http://10.0.0.1:8000", "ready")}
+        await at.becomes(one)
+        await at.server.stop()
+        await asyncio.sleep(0.3)
+        assert at.shown() == one
+        await at.server.start()
+        await at.put(pod("two", "10.0.0.2"))
+        await at.becomes({**one, "two": ("http://10.0.0.2:8000", "ready")})

@@ -30,6 +30,7 @@ from penstock.frontend.tenants.api_key import hash_of
 from penstock.frontend.tenants.key_file import TenantConfig
 from penstock.frontend.tenants.tenants import Tenants
 from penstock.router.service.routing_service import RoutingService
+from tests.support.scenes import scenes
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 60.0
@@ -84,323 +85,299 @@ def run(test: Callable[[Api], Awaitable[None]], access: Access | None = None, **
     asyncio.run(run_scenario())
 
 
-def test_the_api_from_put_to_feedback():
-    async def test(api: Api) -> None:
-        for name in ("one", "two"):
-            status, view = await api.ask(
-                "PUT", f"/workers/{name}", {"url": f"http://{name}:80", "model": "m"}
+api = scenes(run, 1)
+
+
+@api()
+async def test_the_api_from_put_to_feedback(api):
+    for name in ("one", "two"):
+        status, view = await api.ask("PUT", f"/workers/{name}", {"url": f"http://{name}:80", "model": "m"})
+        assert (status, view["condition"], view["predicted"]) == (200, "ready", True)
+    talk = [{"role": "system", "content": "Be brief. " * 50}, {"role": "user", "content": "Hello."}]
+    status, choice = await api.ask("POST", "/route", {"model": "m", "messages": talk})
+    assert status == 200
+    assert choice["url"] == f"http://{choice['worker']}:80"
+    assert choice.keys() == {"id", "worker", "url"}
+    for stage in ("started", "first_token", "finished"):
+        feedback = {"id": choice["id"], "stage": stage, "cached_tokens": 0}
+        assert await api.ask("POST", "/feedback", feedback) == (200, {"id": choice["id"], "stage": stage})
+    longer = [*talk, {"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Go on."}]
+    why = {"X-Penstock-Explain": "1"}
+    _, again = await api.ask("POST", "/route", {"model": "m", "messages": longer}, **why)
+    (decision,) = again["why"]["decisions"]
+    assert again["worker"] == choice["worker"] == decision["worker"] == decision["candidates"][0]["worker"]
+    assert decision["candidates"][0]["tier_blocks"]["device"] >= 8
+    for body in ({"prompt": "Once upon a time"}, {"token_ids": [1, 2, 3]}):
+        assert (await api.ask("POST", "/route", {"model": "m", **body}))[0] == 200
+    _, explained = await api.ask("GET", "/explain")
+    assert [decision["request_id"] for decision in explained["decisions"]][:2] == [
+        choice["id"],
+        again["id"],
+    ]
+    _, explained = await api.ask("GET", f"/explain/{again['id']}")
+    assert [{**one, "age_s": 0} for one in explained["decisions"]] == [{**decision, "age_s": 0}]
+    _, explained = await api.ask("GET", "/explain?last=1")
+    assert len(explained["decisions"]) == 1
+    _, listed = await api.ask("GET", "/workers")
+    assert sum(worker["open_requests"] for worker in listed["workers"]) == 3
+    assert await api.ask("DELETE", "/workers/one") == (200, {"removed": "one"})
+    assert (await api.ask("GET", "/health")) == (200, {"status": "ok"})
+    async with api.http.get(f"{api.url}/metrics") as answer:
+        assert "penstock_router_predicted_hit_tokens_total" in await answer.text()
+
+
+@api()
+async def test_who_is_refused_holds_no_place(api):
+    await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
+    why = {"X-Penstock-Explain": "yes"}
+    status, answer = await api.ask("POST", "/route", {"model": "m", "prompt": "a"}, **why)
+    assert (status, "must be 1 or 0" in answer["error"]["message"]) == (400, True)
+    _, listed = await api.ask("GET", "/workers")
+    assert [worker["open_requests"] for worker in listed["workers"]] == [0]
+
+
+@api()
+async def test_several_models_and_adapters_at_once(api):
+    for name, model, adapters in (("one", "m", ["sql"]), ("two", "m", []), ("three", "n", ["poems"])):
+        server = {"url": f"http://{name}:80", "model": model, "adapters": adapters}
+        assert (await api.ask("PUT", f"/workers/{name}", server))[0] == 200
+    for model, expected in (
+        ("m", {"one", "two"}),
+        ("n", {"three"}),
+        ("sql", {"one"}),
+        ("poems", {"three"}),
+    ):
+        told = set()
+        for number in range(6):
+            status, choice = await api.ask(
+                "POST", "/route", {"model": model, "prompt": f"{number} rivers " * 50}
             )
-            assert (status, view["condition"], view["predicted"]) == (200, "ready", True)
-        talk = [{"role": "system", "content": "Be brief. " * 50}, {"role": "user", "content": "Hello."}]
-        status, choice = await api.ask("POST", "/route", {"model": "m", "messages": talk})
-        assert status == 200
-        assert choice["url"] == f"http://{choice['worker']}:80"
-        assert choice.keys() == {"id", "worker", "url"}
-        for stage in ("started", "first_token", "finished"):
-            feedback = {"id": choice["id"], "stage": stage, "cached_tokens": 0}
-            assert await api.ask("POST", "/feedback", feedback) == (200, {"id": choice["id"], "stage": stage})
-        longer = [*talk, {"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Go on."}]
-        why = {"X-Penstock-Explain": "1"}
-        _, again = await api.ask("POST", "/route", {"model": "m", "messages": longer}, **why)
-        (decision,) = again["why"]["decisions"]
-        assert (
-            again["worker"] == choice["worker"] == decision["worker"] == decision["candidates"][0]["worker"]
-        )
-        assert decision["candidates"][0]["tier_blocks"]["device"] >= 8
-        for body in ({"prompt": "Once upon a time"}, {"token_ids": [1, 2, 3]}):
-            assert (await api.ask("POST", "/route", {"model": "m", **body}))[0] == 200
-        _, explained = await api.ask("GET", "/explain")
-        assert [decision["request_id"] for decision in explained["decisions"]][:2] == [
-            choice["id"],
-            again["id"],
-        ]
-        _, explained = await api.ask("GET", f"/explain/{again['id']}")
-        assert [{**one, "age_s": 0} for one in explained["decisions"]] == [{**decision, "age_s": 0}]
-        _, explained = await api.ask("GET", "/explain?last=1")
-        assert len(explained["decisions"]) == 1
-        _, listed = await api.ask("GET", "/workers")
-        assert sum(worker["open_requests"] for worker in listed["workers"]) == 3
-        assert await api.ask("DELETE", "/workers/one") == (200, {"removed": "one"})
-        assert (await api.ask("GET", "/health")) == (200, {"status": "ok"})
-        async with api.http.get(f"{api.url}/metrics") as answer:
-            assert "penstock_router_predicted_hit_tokens_total" in await answer.text()
-
-    run(test)
+            assert status == 200
+            told.add(choice["worker"])
+        assert told == expected, model
+    draining = {"url": "http://one:80", "model": "m", "state": "draining", "adapters": ["sql"]}
+    await api.ask("PUT", "/workers/one", draining)
+    assert (await api.error("POST", "/route", {"model": "sql", "prompt": "a"}))[0] == 503
+    status, why = await api.ask(
+        "POST", "/route", {"model": "m", "prompt": "a"}, **{"X-Penstock-Explain": "1"}
+    )
+    (decision,) = why["why"]["decisions"]
+    assert (status, decision["worker"], decision["left_out"]) == (
+        200,
+        "two",
+        [{"worker": "one", "why": "draining"}],
+    )
 
 
-def test_who_is_refused_holds_no_place():
-    async def test(api: Api) -> None:
-        await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
-        why = {"X-Penstock-Explain": "yes"}
-        status, answer = await api.ask("POST", "/route", {"model": "m", "prompt": "a"}, **why)
-        assert (status, "must be 1 or 0" in answer["error"]["message"]) == (400, True)
-        _, listed = await api.ask("GET", "/workers")
-        assert [worker["open_requests"] for worker in listed["workers"]] == [0]
-
-    run(test)
-
-
-def test_several_models_and_adapters_at_once():
-    async def test(api: Api) -> None:
-        for name, model, adapters in (("one", "m", ["sql"]), ("two", "m", []), ("three", "n", ["poems"])):
-            server = {"url": f"http://{name}:80", "model": model, "adapters": adapters}
-            assert (await api.ask("PUT", f"/workers/{name}", server))[0] == 200
-        for model, expected in (
-            ("m", {"one", "two"}),
-            ("n", {"three"}),
-            ("sql", {"one"}),
-            ("poems", {"three"}),
-        ):
-            told = set()
-            for number in range(6):
-                status, choice = await api.ask(
-                    "POST", "/route", {"model": model, "prompt": f"{number} rivers " * 50}
-                )
-                assert status == 200
-                told.add(choice["worker"])
-            assert told == expected, model
-        draining = {"url": "http://one:80", "model": "m", "state": "draining", "adapters": ["sql"]}
-        await api.ask("PUT", "/workers/one", draining)
-        assert (await api.error("POST", "/route", {"model": "sql", "prompt": "a"}))[0] == 503
-        status, why = await api.ask(
-            "POST", "/route", {"model": "m", "prompt": "a"}, **{"X-Penstock-Explain": "1"}
-        )
-        (decision,) = why["why"]["decisions"]
-        assert (status, decision["worker"], decision["left_out"]) == (
-            200,
-            "two",
-            [{"worker": "one", "why": "draining"}],
-        )
-
-    run(test)
-
-
-def test_bad_input_gets_a_clear_answer():
-    async def test(api: Api) -> None:
-        await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
-        for method, path, body, status, text in (
-            ("POST", "/route", b"", 400, "the body"),
-            ("POST", "/route", b"{", 400, "the body"),
-            ("POST", "/route", b"\xff", 400, "the body"),
-            ("POST", "/route", [], 400, "the body: expected object, got array"),
-            ("POST", "/route", {"model": "m"}, 400, "give one of token_ids, prompt and messages, got none"),
-            ("POST", "/route", {"model": "m", "prompt": "a", "messages": []}, 400, "got prompt and messages"),
-            ("POST", "/route", {"model": "m", "prompt": ""}, 400, "the prompt is empty"),
-            ("POST", "/route", {"model": "m", "messages": []}, 400, "the prompt is empty"),
-            ("POST", "/route", {"model": "m", "token_ids": []}, 400, "the prompt is empty"),
-            ("POST", "/route", {"model": "m", "token_ids": [1 << 40]}, 400, "from 0 to 2147483647"),
-            ("POST", "/route", {"model": "m", "token_ids": [1, -1]}, 400, "from 0 to 2147483647, got -1"),
-            ("POST", "/route", {"model": "m", "token_ids": [1 << 70]}, 400, "token_ids"),
-            ("POST", "/route", {"model": "m", "token_ids": [1.5]}, 400, "token_ids"),
-            ("POST", "/route", {"model": "m", "prompt": "a", "modle": 1}, 400, "modle"),
-            (
-                "POST",
-                "/route",
-                {"model": "m", "prompt": "a", "session": "s" * 300},
-                400,
-                "session: must have",
-            ),
-            ("POST", "/route", {"model": "n", "prompt": "a"}, 404, "model 'n': no worker has it; known: m"),
-            ("POST", "/route", {"model": "m", "prompt": "a", "exclude": ["one"]}, 503, "none of its workers"),
-            (
-                "POST",
-                "/route",
-                {"model": "m", "prompt": "a" * 200_000},
-                413,
-                "larger than 100000 bytes; send less, or raise body_bytes_max",
-            ),
-            ("POST", "/feedback", {"id": "x", "stage": "finished"}, 404, "no request 'x' is open"),
-            ("POST", "/feedback", {"id": "x", "stage": "done"}, 400, STAGES),
-            (
-                "POST",
-                "/feedback",
-                {"id": "x", "stage": "finished", "cached_tokens": -1},
-                400,
-                "cached_tokens: must be >= 0",
-            ),
-            (
-                "POST",
-                "/feedback",
-                {"id": "x", "stage": "finished", "output_tokens": -1},
-                400,
-                "output_tokens: must be >= 0",
-            ),
-            (
-                "GET",
-                "/explain?lsat=3",
-                None,
-                400,
-                "'lsat' after the '?' of /explain is not known; expected last only",
-            ),
-            (
-                "GET",
-                "/explain/x?last=3",
-                None,
-                400,
-                "'last' after the '?' of /explain/x is not known; expected nothing",
-            ),
-            ("PUT", "/workers/two", {"url": "one:80", "model": "m"}, 400, "url: must be http://HOST"),
-            ("PUT", "/workers/two", {"url": "http://[", "model": "m"}, 400, "url: must be http://HOST"),
-            ("PUT", "/workers/two", {"url": "http://x"}, 400, "model"),
-            ("PUT", "/workers/two", {"url": "http://x", "model": ""}, 400, "model: must have a name"),
-            (
-                "PUT",
-                "/workers/two",
-                {"url": "http://x", "model": "m", "total_blocks": -1},
-                400,
-                "total_blocks",
-            ),
-            (
-                "PUT",
-                "/workers/two",
-                {"url": "http://x", "model": "m", "total_blocks": 1 << 64},
-                400,
-                "2147483647",
-            ),
-            ("PUT", "/workers/two", {"url": "http://x", "model": "m", "state": "dead"}, 400, STATES),
-            ("PUT", f"/workers/{'n' * 200}", {"url": "http://x", "model": "m"}, 400, "name: must have"),
-            (
-                "PUT",
-                "/workers/a%0Ab",
-                {"url": "http://x", "model": "m"},
-                400,
-                r"printable characters only, got 'a\nb'",
-            ),
-            ("DELETE", "/workers/two", None, 404, "worker 'two' is not known; known: one"),
-            ("GET", "/explain/x", None, 404, "no decision about 'x' is known here"),
-            ("GET", "/explain?last=0", None, 400, "last: must be 1 to 64, got '0'"),
-            ("GET", "/route", None, 405, "Method Not Allowed"),
-            ("GET", "/nowhere", None, 404, "/nowhere does not exist"),
-        ):
-            got, message = await api.error(method, path, body)
-            assert got == status, (path, body, message)
-            assert text in message, (path, body)
-
-    run(test)
+@api()
+async def test_bad_input_gets_a_clear_answer(api):
+    await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
+    for method, path, body, status, text in (
+        ("POST", "/route", b"", 400, "the body"),
+        ("POST", "/route", b"{", 400, "the body"),
+        ("POST", "/route", b"\xff", 400, "the body"),
+        ("POST", "/route", [], 400, "the body: expected object, got array"),
+        ("POST", "/route", {"model": "m"}, 400, "give one of token_ids, prompt and messages, got none"),
+        ("POST", "/route", {"model": "m", "prompt": "a", "messages": []}, 400, "got prompt and messages"),
+        ("POST", "/route", {"model": "m", "prompt": ""}, 400, "the prompt is empty"),
+        ("POST", "/route", {"model": "m", "messages": []}, 400, "the prompt is empty"),
+        ("POST", "/route", {"model": "m", "token_ids": []}, 400, "the prompt is empty"),
+        ("POST", "/route", {"model": "m", "token_ids": [1 << 40]}, 400, "from 0 to 2147483647"),
+        ("POST", "/route", {"model": "m", "token_ids": [1, -1]}, 400, "from 0 to 2147483647, got -1"),
+        ("POST", "/route", {"model": "m", "token_ids": [1 << 70]}, 400, "token_ids"),
+        ("POST", "/route", {"model": "m", "token_ids": [1.5]}, 400, "token_ids"),
+        ("POST", "/route", {"model": "m", "prompt": "a", "modle": 1}, 400, "modle"),
+        (
+            "POST",
+            "/route",
+            {"model": "m", "prompt": "a", "session": "s" * 300},
+            400,
+            "session: must have",
+        ),
+        ("POST", "/route", {"model": "n", "prompt": "a"}, 404, "model 'n': no worker has it; known: m"),
+        ("POST", "/route", {"model": "m", "prompt": "a", "exclude": ["one"]}, 503, "none of its workers"),
+        (
+            "POST",
+            "/route",
+            {"model": "m", "prompt": "a" * 200_000},
+            413,
+            "larger than 100000 bytes; send less, or raise body_bytes_max",
+        ),
+        ("POST", "/feedback", {"id": "x", "stage": "finished"}, 404, "no request 'x' is open"),
+        ("POST", "/feedback", {"id": "x", "stage": "done"}, 400, STAGES),
+        (
+            "POST",
+            "/feedback",
+            {"id": "x", "stage": "finished", "cached_tokens": -1},
+            400,
+            "cached_tokens: must be >= 0",
+        ),
+        (
+            "POST",
+            "/feedback",
+            {"id": "x", "stage": "finished", "output_tokens": -1},
+            400,
+            "output_tokens: must be >= 0",
+        ),
+        (
+            "GET",
+            "/explain?lsat=3",
+            None,
+            400,
+            "'lsat' after the '?' of /explain is not known; expected last only",
+        ),
+        (
+            "GET",
+            "/explain/x?last=3",
+            None,
+            400,
+            "'last' after the '?' of /explain/x is not known; expected nothing",
+        ),
+        ("PUT", "/workers/two", {"url": "one:80", "model": "m"}, 400, "url: must be http://HOST"),
+        ("PUT", "/workers/two", {"url": "http://[", "model": "m"}, 400, "url: must be http://HOST"),
+        ("PUT", "/workers/two", {"url": "http://x"}, 400, "model"),
+        ("PUT", "/workers/two", {"url": "http://x", "model": ""}, 400, "model: must have a name"),
+        (
+            "PUT",
+            "/workers/two",
+            {"url": "http://x", "model": "m", "total_blocks": -1},
+            400,
+            "total_blocks",
+        ),
+        (
+            "PUT",
+            "/workers/two",
+            {"url": "http://x", "model": "m", "total_blocks": 1 << 64},
+            400,
+            "2147483647",
+        ),
+        ("PUT", "/workers/two", {"url": "http://x", "model": "m", "state": "dead"}, 400, STATES),
+        ("PUT", f"/workers/{'n' * 200}", {"url": "http://x", "model": "m"}, 400, "name: must have"),
+        (
+            "PUT",
+            "/workers/a%0Ab",
+            {"url": "http://x", "model": "m"},
+            400,
+            r"printable characters only, got 'a\nb'",
+        ),
+        ("DELETE", "/workers/two", None, 404, "worker 'two' is not known; known: one"),
+        ("GET", "/explain/x", None, 404, "no decision about 'x' is known here"),
+        ("GET", "/explain?last=0", None, 400, "last: must be 1 to 64, got '0'"),
+        ("GET", "/route", None, 405, "Method Not Allowed"),
+        ("GET", "/nowhere", None, 404, "/nowhere does not exist"),
+    ):
+        got, message = await api.error(method, path, body)
+        assert got == status, (path, body, message)
+        assert text in message, (path, body)
 
 
-def test_a_bomb_is_refused_and_nobody_waits_for_it():
-    async def test(api: Api) -> None:
-        body = bomb(2 << 30)
-        async with loop_not_blocked():
-            reader, writer = await api.connect()
-            writer.write(raw_http("POST", "/route", body, "Content-Encoding: gzip"))
-            answer = Answer(await reader.readuntil(b"}}"))
-        writer.close()
-        assert (answer.status, answer.error["code"]) == (413, "request_too_large")
-        assert api.server.budget.size_bytes == 0
-
-    run(test, body_bytes_max=8 << 20)
+@api(body_bytes_max=8 << 20)
+async def test_a_bomb_is_refused_and_nobody_waits_for_it(api):
+    body = bomb(2 << 30)
+    async with loop_not_blocked():
+        reader, writer = await api.connect()
+        writer.write(raw_http("POST", "/route", body, "Content-Encoding: gzip"))
+        answer = Answer(await reader.readuntil(b"}}"))
+    writer.close()
+    assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+    assert api.server.budget.size_bytes == 0
 
 
-def test_large_bodies_are_decoded_by_another_process(capfd):
+@api(body_bytes_max=1 << 20)
+async def test_large_bodies_are_decoded_by_another_process(api, capfd):
     """Only where they are decoded differs: answers and errors are those of small bodies."""
     long = list(range(20_000))
-
-    async def test(api: Api) -> None:
-        for worker in ("one", "two"):
-            await api.ask("PUT", f"/workers/{worker}", {"url": f"http://{worker}", "model": "m"})
-        await api.ask("POST", "/route", {"model": "m", "token_ids": long[:1000]})
-        assert "encoder_started" not in "".join(capfd.readouterr())
-        status, first = await api.ask("POST", "/route", {"model": "m", "token_ids": long})
-        assert status == 200
-        assert "encoder_started" in "".join(capfd.readouterr())
-        excluding = {"model": "m", "token_ids": long, "exclude": [first["worker"]], "slo_ttft_ms": 5.0}
-        assert (await api.ask("POST", "/route", excluding))[1]["worker"] != first["worker"]
-        for prompt in (
-            {"prompt": "word " * 20_000},
-            {"messages": [{"role": "user", "content": "word " * 20_000}]},
-        ):
-            assert (await api.ask("POST", "/route", {"model": "m"} | prompt))[0] == 200
-        for wrong, text in (
-            (
-                {"model": "m", "token_ids": [*long, -1]},
-                "token_ids: must be integers from 0 to 2147483647, got -1",
-            ),
-            ({"model": "m", "token_ids": [*long, 1.5]}, "token_ids"),
-            ({"model": "m", "token_ids": long, "prompt": "a"}, "give one of token_ids, prompt and messages"),
-            ({"model": "m", "token_ids": long, "modle": 1}, "modle"),
-        ):
-            status, message = await api.error("POST", "/route", wrong)
-            assert status == 400
-            assert text in message
-        assert (await api.ask("POST", "/route", {"model": "m", "token_ids": long}))[0] == 200
-
-    run(test, body_bytes_max=1 << 20)
+    for worker in ("one", "two"):
+        await api.ask("PUT", f"/workers/{worker}", {"url": f"http://{worker}", "model": "m"})
+    await api.ask("POST", "/route", {"model": "m", "token_ids": long[:1000]})
+    assert "encoder_started" not in "".join(capfd.readouterr())
+    status, first = await api.ask("POST", "/route", {"model": "m", "token_ids": long})
+    assert status == 200
+    assert "encoder_started" in "".join(capfd.readouterr())
+    excluding = {"model": "m", "token_ids": long, "exclude": [first["worker"]], "slo_ttft_ms": 5.0}
+    assert (await api.ask("POST", "/route", excluding))[1]["worker"] != first["worker"]
+    for prompt in (
+        {"prompt": "word " * 20_000},
+        {"messages": [{"role": "user", "content": "word " * 20_000}]},
+    ):
+        assert (await api.ask("POST", "/route", {"model": "m"} | prompt))[0] == 200
+    for wrong, text in (
+        (
+            {"model": "m", "token_ids": [*long, -1]},
+            "token_ids: must be integers from 0 to 2147483647, got -1",
+        ),
+        ({"model": "m", "token_ids": [*long, 1.5]}, "token_ids"),
+        ({"model": "m", "token_ids": long, "prompt": "a"}, "give one of token_ids, prompt and messages"),
+        ({"model": "m", "token_ids": long, "modle": 1}, "modle"),
+    ):
+        status, message = await api.error("POST", "/route", wrong)
+        assert status == 400
+        assert text in message
+    assert (await api.ask("POST", "/route", {"model": "m", "token_ids": long}))[0] == 200
 
 
-def test_a_compressed_body_is_taken():
-    async def test(api: Api) -> None:
-        body = gzip.compress(json.dumps({"url": "http://one", "model": "m"}).encode())
-        assert (await api.ask("PUT", "/workers/one", body, **{"Content-Encoding": "gzip"}))[0] == 200
-        status, answer = await api.ask("PUT", "/workers/one", body, **{"Content-Encoding": "br"})
-        assert (status, answer["error"]["code"]) == (415, "unsupported_encoding")
-
-    run(test)
+@api()
+async def test_a_compressed_body_is_taken(api):
+    body = gzip.compress(json.dumps({"url": "http://one", "model": "m"}).encode())
+    assert (await api.ask("PUT", "/workers/one", body, **{"Content-Encoding": "gzip"}))[0] == 200
+    status, answer = await api.ask("PUT", "/workers/one", body, **{"Content-Encoding": "br"})
+    assert (status, answer["error"]["code"]) == (415, "unsupported_encoding")
 
 
-def test_what_does_not_come_in_time_is_408():
-    async def test(api: Api) -> None:
-        for part, reason in (
-            (raw_http("POST", "/route", b"", "Content-Length: 9") + b"{", "body_late"),
-            (b"POST /route HTTP/1.1\r\nHost: te", "headers_late"),
-        ):
-            reader, writer = await api.connect()
-            writer.write(part)
-            answer = Answer(await reader.readuntil(b"}}"))
-            writer.close()
-            assert (answer.status, answer.error["code"]) == (408, "receive_timeout")
-            assert answer.error["message"].endswith("or raise receive.timeout_s")
-            assert await api.figure(f'penstock_router_refused_bodies_total{{reason="{reason}"}}') == 1
-
-    run(test, receive={"timeout_s": 0.1})
-
-
-def test_the_room_for_unfinished_bodies_is_bounded_and_small_requests_still_fit():
-    async def test(api: Api) -> None:
-        connections = []
-        for _ in range(8):
-            reader, writer = await api.connect()
-            writer.write(raw_http("POST", "/route", b"", "Content-Length: 40000") + b" " * 39_999)
-            connections.append((reader, writer))
-            status, _ = await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
-            assert status == 200
-            assert api.server.budget.size_bytes <= 100_000
-        refused = [reader for reader, _ in connections if reader._buffer]  # type: ignore[attr-defined]
-        assert len(refused) >= 5
-        answer = Answer(await refused[0].readuntil(b"}}"))
-        assert (answer.status, answer.error["code"]) == (503, "overloaded")
-        assert answer.error["message"].endswith("or raise receive.bytes_max")
-        for _, writer in connections:
-            writer.close()
-
-    run(test, receive={"bytes_max": 100_000})
-
-
-def test_what_is_not_http_is_refused_in_the_apis_shape():
-    async def test(api: Api) -> None:
+@api(receive={"timeout_s": 0.1})
+async def test_what_does_not_come_in_time_is_408(api):
+    for part, reason in (
+        (raw_http("POST", "/route", b"", "Content-Length: 9") + b"{", "body_late"),
+        (b"POST /route HTTP/1.1\r\nHost: te", "headers_late"),
+    ):
         reader, writer = await api.connect()
-        writer.write(b"what is this\r\n\r\n")
-        answer = Answer(await reader.read())
+        writer.write(part)
+        answer = Answer(await reader.readuntil(b"}}"))
         writer.close()
-        assert answer.status == 400
-        assert "not a valid HTTP request" in answer.error["message"]
+        assert (answer.status, answer.error["code"]) == (408, "receive_timeout")
+        assert answer.error["message"].endswith("or raise receive.timeout_s")
+        assert await api.figure(f'penstock_router_refused_bodies_total{{reason="{reason}"}}') == 1
 
-    run(test)
+
+@api(receive={"bytes_max": 100_000})
+async def test_the_room_for_unfinished_bodies_is_bounded_and_small_requests_still_fit(api):
+    connections = []
+    for _ in range(8):
+        reader, writer = await api.connect()
+        writer.write(raw_http("POST", "/route", b"", "Content-Length: 40000") + b" " * 39_999)
+        connections.append((reader, writer))
+        status, _ = await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
+        assert status == 200
+        assert api.server.budget.size_bytes <= 100_000
+    refused = [reader for reader, _ in connections if reader._buffer]  # type: ignore[attr-defined]
+    assert len(refused) >= 5
+    answer = Answer(await refused[0].readuntil(b"}}"))
+    assert (answer.status, answer.error["code"]) == (503, "overloaded")
+    assert answer.error["message"].endswith("or raise receive.bytes_max")
+    for _, writer in connections:
+        writer.close()
 
 
-def test_an_api_key_is_asked_for_but_by_probes():
-    async def test(api: Api) -> None:
-        for given in ({}, {"Authorization": "Bearer another"}):
-            status, answer = await api.ask("GET", "/workers", **given)
-            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-            status, _ = await api.ask("POST", "/route", {"model": "m", "prompt": "a"}, **given)
-            assert status == 401
-        assert (await api.ask("GET", "/workers", Authorization="Bearer the-key"))[0] == 200
-        assert (await api.ask("GET", "/health"))[0] == 200
-        assert await api.figure("penstock_router_received_bytes") == 0
+@api()
+async def test_what_is_not_http_is_refused_in_the_apis_shape(api):
+    reader, writer = await api.connect()
+    writer.write(b"what is this\r\n\r\n")
+    answer = Answer(await reader.read())
+    writer.close()
+    assert answer.status == 400
+    assert "not a valid HTTP request" in answer.error["message"]
 
-    run(test, Access(tenants=Tenants({"gateway": TenantConfig(keys=(hash_of("the-key"),))})))
+
+@api(Access(tenants=Tenants({"gateway": TenantConfig(keys=(hash_of("the-key"),))})))
+async def test_an_api_key_is_asked_for_but_by_probes(api):
+    for given in ({}, {"Authorization": "Bearer another"}):
+        status, answer = await api.ask("GET", "/workers", **given)
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        status, _ = await api.ask("POST", "/route", {"model": "m", "prompt": "a"}, **given)
+        assert status == 401
+    assert (await api.ask("GET", "/workers", Authorization="Bearer the-key"))[0] == 200
+    assert (await api.ask("GET", "/health"))[0] == 200
+    assert await api.figure("penstock_router_received_bytes") == 0
 
 
 def test_an_open_router_that_others_reach_is_said(monkeypatch, tmp_path):

@@ -18,6 +18,7 @@ from penstock.router.service.gateway import Choice, Query, Stage
 from penstock.router.service.routing_service import RoutingService
 from penstock.router.service.servers import Servers
 from tests.support.fake_server import FakeServer
+from tests.support.scenes import scenes
 
 TIMEOUT_S = 30.0
 TOKENIZER = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
@@ -79,23 +80,24 @@ def run(
     asyncio.run(scenario())
 
 
-def test_a_server_that_goes_gets_no_requests_until_it_is_back():
-    async def test(site: Site) -> None:
-        await site.until(lambda: site.condition("server-1") == site.condition("server-2") == "ready")
-        assert {site.ask().worker for _ in range(8)} == {"server-1", "server-2"}
-        await site.servers[0].stop()
-        await site.until(lambda: site.condition("server-1") == "unhealthy")
-        assert "connection refused" in str(site.problem("server-1"))
-        assert {site.ask().worker for _ in range(8)} == {"server-2"}
-        with pytest.raises(Unavailable):
-            site.ask("server-2")
-        await site.servers[0].start()
-        await site.until(lambda: site.condition("server-1") == "ready")
-        assert site.ask("server-2").url == site.servers[0].url
-        life = ["ready", "unhealthy", "ready"]
-        await site.until(lambda: [state for name, state, _ in site.said if name == "server-1"] == life)
+site = scenes(run, 1)
 
-    run(test)
+
+@site()
+async def test_a_server_that_goes_gets_no_requests_until_it_is_back(site):
+    await site.until(lambda: site.condition("server-1") == site.condition("server-2") == "ready")
+    assert {site.ask().worker for _ in range(8)} == {"server-1", "server-2"}
+    await site.servers[0].stop()
+    await site.until(lambda: site.condition("server-1") == "unhealthy")
+    assert "connection refused" in str(site.problem("server-1"))
+    assert {site.ask().worker for _ in range(8)} == {"server-2"}
+    with pytest.raises(Unavailable):
+        site.ask("server-2")
+    await site.servers[0].start()
+    await site.until(lambda: site.condition("server-1") == "ready")
+    assert site.ask("server-2").url == site.servers[0].url
+    life = ["ready", "unhealthy", "ready"]
+    await site.until(lambda: [state for name, state, _ in site.said if name == "server-1"] == life)
 
 
 def test_a_server_of_another_model_or_without_health_is_never_named():
@@ -116,23 +118,21 @@ def test_a_server_of_another_model_or_without_health_is_never_named():
     run(test, before=before)
 
 
-def test_failures_that_the_gateway_tells_open_the_breaker_and_a_good_trial_closes_it():
-    async def test(site: Site) -> None:
-        await site.until(lambda: site.condition("server-1") == site.condition("server-2") == "ready")
-        refuse = site.servers[0].refuse
-        from aiohttp import web
+@site()
+async def test_failures_that_the_gateway_tells_open_the_breaker_and_a_good_trial_closes_it(site):
+    await site.until(lambda: site.condition("server-1") == site.condition("server-2") == "ready")
+    refuse = site.servers[0].refuse
+    from aiohttp import web
 
-        site.servers[0].refuse = lambda: web.json_response({"error": {"message": "no"}}, status=500)
-        for stage in (Stage.FAILED, Stage.FINISHED, Stage.FAILED, Stage.FAILED):
-            assert site.condition("server-1") == "ready"
-            site.service.feedback(site.ask("server-2").id, stage)
-        await site.until(lambda: site.condition("server-1") == "unhealthy")
-        assert "feedback says failed (2 requests in a row failed)" in str(site.said)
-        assert site.ask().worker == "server-2"
-        site.servers[0].refuse = refuse
-        await site.until(lambda: site.condition("server-1") == "ready")
-
-    run(test)
+    site.servers[0].refuse = lambda: web.json_response({"error": {"message": "no"}}, status=500)
+    for stage in (Stage.FAILED, Stage.FINISHED, Stage.FAILED, Stage.FAILED):
+        assert site.condition("server-1") == "ready"
+        site.service.feedback(site.ask("server-2").id, stage)
+    await site.until(lambda: site.condition("server-1") == "unhealthy")
+    assert "feedback says failed (2 requests in a row failed)" in str(site.said)
+    assert site.ask().worker == "server-2"
+    site.servers[0].refuse = refuse
+    await site.until(lambda: site.condition("server-1") == "ready")
 
 
 def test_requests_of_other_clients_count_as_load():
@@ -154,7 +154,8 @@ def test_requests_of_other_clients_count_as_load():
     run(test, before=before)
 
 
-def test_a_router_that_takes_no_more_servers_says_so_and_takes_them_later(monkeypatch):
+@site()
+async def test_a_router_that_takes_no_more_servers_says_so_and_takes_them_later(site, monkeypatch):
     refused = [Overloaded("2 workers are known"), Overloaded("2 workers are known")]
     put = RoutingService.put
 
@@ -164,16 +165,13 @@ def test_a_router_that_takes_no_more_servers_says_so_and_takes_them_later(monkey
         return await put(self, name, *arguments)
 
     monkeypatch.setattr(RoutingService, "put", full)
-
-    async def test(site: Site) -> None:
-        await site.until(lambda: site.condition("server-1") == site.condition("server-2") == "ready")
-        assert ("server-1", "failed", "2 workers are known") in site.said
-        assert not refused
-
-    run(test)
+    await site.until(lambda: site.condition("server-1") == site.condition("server-2") == "ready")
+    assert ("server-1", "failed", "2 workers are known") in site.said
+    assert not refused
 
 
-def test_a_problem_that_cannot_be_noted_does_not_end_the_watching(monkeypatch):
+@site()
+async def test_a_problem_that_cannot_be_noted_does_not_end_the_watching(site, monkeypatch):
     note, failures = Servers.note_problem, [Overloaded("not now"), Overloaded("not now")]
 
     async def flaky(self: Servers, name: str, problem: str | None) -> None:
@@ -181,16 +179,13 @@ def test_a_problem_that_cannot_be_noted_does_not_end_the_watching(monkeypatch):
             raise failures.pop()
         await note(self, name, problem)
 
-    async def test(site: Site) -> None:
-        await site.until(lambda: site.condition("server-1") == site.condition("server-2") == "ready")
-        monkeypatch.setattr(Servers, "note_problem", flaky)
-        await site.servers[0].stop()
-        await site.until(lambda: not failures and site.condition("server-1") == "unhealthy")
-        assert site.condition("server-2") == "ready"
-        await site.servers[0].start()
-        await site.until(lambda: site.condition("server-1") == "ready")
-
-    run(test)
+    await site.until(lambda: site.condition("server-1") == site.condition("server-2") == "ready")
+    monkeypatch.setattr(Servers, "note_problem", flaky)
+    await site.servers[0].stop()
+    await site.until(lambda: not failures and site.condition("server-1") == "unhealthy")
+    assert site.condition("server-2") == "ready"
+    await site.servers[0].start()
+    await site.until(lambda: site.condition("server-1") == "ready")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from penstock.sim.simulate import Recording, simulate
 from penstock.sim.workload.prompt import Prompt
 from penstock.sim.workload.workload import WorkloadConfig, make_sessions
 from penstock.sim.world.cluster import SimCluster
+from tests.support.scenes import scenes
 
 GRAPH = Path(__file__).parents[3] / "examples" / "graphs" / "8b-h100-x8.yaml"
 DEPLOYMENT = plan_deployment(load(GRAPH), beside=GRAPH.parent)
@@ -81,13 +82,17 @@ def run_scenario(scene: Scene, clients: int) -> None:
     run(main, 7)
 
 
+scenario = scenes(run_scenario, 2)
+
+
 def factors(dispatcher: Dispatcher) -> dict[str, float | None]:
     return {view.name: view.price_factor for view in dispatcher.workers()}
 
 
-def test_a_worker_that_turns_twice_as_slow_is_tracked_within_20_observations_and_stays_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@scenario(clients=200)
+async def test_a_worker_that_turns_twice_as_slow_is_tracked_within_20_observations_and_stays_there(
+    cluster, dispatcher, monkeypatch
+):
     observed: list[tuple[PriceCorrection, float, float]] = []
     report = PriceCorrection.report
 
@@ -99,43 +104,35 @@ def test_a_worker_that_turns_twice_as_slow_is_tracked_within_20_observations_and
         return changed
 
     monkeypatch.setattr(PriceCorrection, "report", counted)
-
-    async def scene(cluster: SimCluster, dispatcher: Dispatcher) -> None:
-        await asyncio.sleep(30.0)
-        before = factors(dispatcher)
-        turned_s = asyncio.get_running_loop().time()
-        cluster.workers["worker-0"].pace.factor = 2.0
-        await asyncio.sleep(60.0)
-        after = factors(dispatcher)
-        price_correction = next(d for d, _, _ in observed if d.factor == after["worker-0"])
-        seen = [
-            (at_s - turned_s, factor)
-            for d, at_s, factor in observed
-            if d is price_correction and at_s > turned_s
-        ]
-        assert before["worker-0"] == pytest.approx(1.0, abs=0.1)
-        assert seen[19][1] == pytest.approx(2.0 * before["worker-0"], rel=0.1)
-        assert seen[19][0] < 30.0, "virtual seconds"
-        assert all(factor == pytest.approx(2.0, rel=0.15) for _, factor in seen[20:]), "no swinging"
-        assert [after[f"worker-{n}"] for n in (1, 2, 3)] == pytest.approx([1.0] * 3, abs=0.1), "as they say"
-
-    run_scenario(scene, clients=200)
+    await asyncio.sleep(30.0)
+    before = factors(dispatcher)
+    turned_s = asyncio.get_running_loop().time()
+    cluster.workers["worker-0"].pace.factor = 2.0
+    await asyncio.sleep(60.0)
+    after = factors(dispatcher)
+    price_correction = next(d for d, _, _ in observed if d.factor == after["worker-0"])
+    seen = [
+        (at_s - turned_s, factor) for d, at_s, factor in observed if d is price_correction and at_s > turned_s
+    ]
+    assert before["worker-0"] == pytest.approx(1.0, abs=0.1)
+    assert seen[19][1] == pytest.approx(2.0 * before["worker-0"], rel=0.1)
+    assert seen[19][0] < 30.0, "virtual seconds"
+    assert all(factor == pytest.approx(2.0, rel=0.15) for _, factor in seen[20:]), "no swinging"
+    assert [after[f"worker-{n}"] for n in (1, 2, 3)] == pytest.approx([1.0] * 3, abs=0.1), "as they say"
 
 
-def test_a_worker_that_got_nothing_for_being_slow_is_tried_again() -> None:
-    async def scene(cluster: SimCluster, dispatcher: Dispatcher) -> None:
-        worker = cluster.workers["worker-0"]
-        worker.pace.factor = 4.0
-        await asyncio.sleep(60.0)
-        assert factors(dispatcher)["worker-0"] in (1.0, pytest.approx(4.0, rel=0.3))
-        worker.pace.factor = 1.0
-        await asyncio.sleep(60.0)
-        tokens = worker.engine.load().generated_tokens
-        await asyncio.sleep(30.0)
-        assert worker.engine.load().generated_tokens > tokens + 1000
-        assert factors(dispatcher)["worker-0"] == pytest.approx(1.0, abs=0.1)
-
-    run_scenario(scene, clients=32)
+@scenario(clients=32)
+async def test_a_worker_that_got_nothing_for_being_slow_is_tried_again(cluster, dispatcher):
+    worker = cluster.workers["worker-0"]
+    worker.pace.factor = 4.0
+    await asyncio.sleep(60.0)
+    assert factors(dispatcher)["worker-0"] in (1.0, pytest.approx(4.0, rel=0.3))
+    worker.pace.factor = 1.0
+    await asyncio.sleep(60.0)
+    tokens = worker.engine.load().generated_tokens
+    await asyncio.sleep(30.0)
+    assert worker.engine.load().generated_tokens > tokens + 1000
+    assert factors(dispatcher)["worker-0"] == pytest.approx(1.0, abs=0.1)
 
 
 def test_requests_wait_less_than_where_nobody_measures(monkeypatch: pytest.MonkeyPatch) -> None:

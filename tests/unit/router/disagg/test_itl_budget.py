@@ -26,19 +26,10 @@ def left(table, now_s=0.0):
     return budget(table, now_s).left_s.tolist()
 
 
-def test_where_none_may_be_late_there_is_no_account():
-    assert budget(accounts(0.0)) is None
-
-
 def test_a_late_step_costs_as_many_as_one_of_them_may_be_late():
     assert budget(accounts(0.01)).step_s.tolist() == pytest.approx([1.0, 1.0])
     assert budget(accounts(0.05), step_s=0.1).step_s.tolist() == pytest.approx([2.0, 2.0])
     assert (budget(accounts(), step_s=0.0).step_s > 0).all(), "of workers that say no times, too"
-
-
-def test_accounts_are_full_at_first():
-    found = budget(accounts())
-    assert found.left_s.tolist() == found.most_s.tolist() == [WINDOW_S, WINDOW_S]
 
 
 def test_what_is_spent_comes_back_with_time():
@@ -68,13 +59,6 @@ def test_routers_share_what_may_be_late():
     assert budget(table).most_s.tolist() == [10, 2.5]
     table.spend(1, 1.0, 0.0)
     assert left(table) == pytest.approx([10, 1.5])
-
-
-def test_who_comes_in_a_worker_s_place_begins_anew():
-    table = accounts()
-    table.spend(0, 9.0, 0.0)
-    table.forget(0)
-    assert left(table) == [10, 10]
 
 
 def test_more_slots_keep_what_was_spent():

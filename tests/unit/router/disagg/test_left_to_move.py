@@ -39,19 +39,8 @@ def test_of_what_is_computed_at_once_all_is_left():
     np.testing.assert_array_equal(block_s, BLOCK_S)
 
 
-def test_what_the_prefill_worker_has_cached_moves_early_too():
-    assert left_s(uncached=200, prefill_s=1.0)[0] == pytest.approx(0.1 / 4)
-    assert left_s(uncached=200, prefill_s=1.0)[2] == pytest.approx(10 - 0.5)
-
-
 def test_a_link_is_set_up_while_the_chunks_of_a_prompt_are_computed():
     """The first of four chunks is there after 0.25 s of the one that all take; bytes move once the link is there, too."""
     blocks_s, links_s = both_left_s(np.array([0.5, 0.5, 2.0]))
     assert links_s == pytest.approx([0.0, 0.0, 1.0])
     assert blocks_s == pytest.approx([0.1 / 4, 1 - 0.5, 10.0])
-
-
-def test_a_link_is_set_up_while_a_prompt_is_computed_at_once():
-    blocks_s, links_s = both_left_s(np.array([0.5, 0.0, 2.0]), uncached=100)
-    assert links_s.tolist() == [0.0, 0.0, 1.0]
-    np.testing.assert_array_equal(blocks_s, BLOCKS * BLOCK_S)

@@ -7,11 +7,10 @@ from prometheus_client import CollectorRegistry
 
 from penstock.core.types.instances import Role
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.router.disagg.link_setup import LinkCredit, LinkSetup
-from penstock.router.dispatch.progress import Progress
 from penstock.transfer.transports.memory import MemoryTransport
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
 from tests.support.kv_transfer_scene import beside_streams, run_scenario
+from tests.support.scenes import scenes
 
 SETUP_S = 2.0
 PREDICTED = RouterConfig(policy="kv", disagg=DisaggConfig(remote_tokens_min=4))
@@ -45,6 +44,9 @@ def run_distant(scene, names=("p0", "d0"), *, router=PREDICTED, registry=None):
         engine=lambda _name: tiny_engine(kv_blocks=4000),
         transport=DistantTransport,
     )
+
+
+distant = scenes(run_distant, 2)
 
 
 async def ask(dispatcher, number, length=PROMPT_TOKENS):
@@ -110,84 +112,15 @@ def test_a_link_is_used_once_as_much_was_credited_as_it_costs_and_stays_open():
     run_distant(scene, registry=registry)
 
 
-def test_a_charge_that_is_never_paid_off_would_keep_the_link_from_use(monkeypatch):
-    monkeypatch.setattr(LinkSetup, "credit_link", lambda *_args: None)
-
-    async def scene(_cluster, dispatcher):
-        decided, _ = await beside_streams(dispatcher, lambda: ask_until_remote(dispatcher, 30), streams=8)
-        assert not any(explained[0].prefill.remote for explained in decided)
-        assert sum(credit_s(explained) for explained in decided) > 2 * SETUP_S, "what the test above excludes"
-
-    run_distant(scene)
-
-
-def test_who_comes_while_the_link_is_set_up_waits_for_no_more_than_is_left():
-    async def asks(dispatcher):
-        loop = asyncio.get_running_loop()
-        dispatcher._shared.router.disagg.link_setup.credit_link(LinkCredit(0, 1, SETUP_S))
-        began_s = loop.time()
-        async with asyncio.TaskGroup() as group:
-            first = group.create_task(ask(dispatcher, 0))
-            await asyncio.sleep(SETUP_S / 2)
-            (opening,), now_s = dispatcher.explain("r0"), loop.time()
-            since_s = opening.age_s  # the decode worker begins to set it up
-            assert opening.prefill.link_setup == 0.0, "all of it was credited"
-            second = group.create_task(ask(dispatcher, 1))
-        prefill = second.result()[0][0].prefill
-        assert prefill.link_setup == pytest.approx(1e3 * (SETUP_S - since_s - PREFILL_S))
-        assert began_s + first.result()[1] > now_s, "it was under way"
-        explained, _ = await ask(dispatcher, 2)
+@distant(("p0", "d0", "d1"), router=FORCED)
+async def test_of_decode_workers_that_are_alike_the_one_with_a_link_goes_on(cluster, dispatcher):
+    first, took_s = await ask(dispatcher, 0)
+    assert took_s > SETUP_S
+    for number in range(1, 7):  # whose hashes would send some to either
+        explained, took_s = await ask(dispatcher, number)
+        assert [(one.prefill.worker, one.worker) for one in explained] == [("p0", first[0].worker)]
         assert explained[0].prefill.link_setup == 0.0
-
-    async def scene(_cluster, dispatcher):
-        await beside_streams(dispatcher, lambda: asks(dispatcher), streams=14)
-
-    run_distant(scene)
-
-
-def test_a_prompt_of_many_chunks_sets_its_link_up_while_it_is_computed():
-    async def scene(_cluster, dispatcher):
-        explained, _ = await beside_streams(dispatcher, lambda: ask(dispatcher, 0, 390), streams=8)
-        left_ms = 1e3 * SETUP_S - explained[0].prefill.prefill
-        assert explained[0].prefill.link_setup == pytest.approx(left_ms, rel=0.1)
-
-    run_distant(scene)
-
-
-def test_only_what_is_sent_takes_something_off():
-    async def asks(dispatcher):
-        shared = dispatcher._shared
-        asked = tiny_request("priced", PROMPT_TOKENS)
-        progress = Progress(asked, shared.fleet.pools["tiny"].card, shared.hash_key)
-        for _ in range(50):
-            candidates = shared.router.score(progress.request())
-            assert candidates.decision.comparison.link_setup == pytest.approx(SETUP_S - PREFILL_S)
-            credit = shared.router.disagg.link_setup.credit(candidates.decision, candidates.tie)
-            assert credit.seconds > 0
-        shared.router.take(candidates, again=True)
-        charged_s = shared.router.score(progress.request()).decision.comparison.link_setup
-        assert charged_s == pytest.approx(SETUP_S - PREFILL_S), "it was counted before"
-        shared.router.take(candidates)
-        left_s = shared.router.score(progress.request()).decision.comparison.link_setup
-        assert left_s == pytest.approx(SETUP_S - PREFILL_S - credit.seconds)
-
-    async def scene(_cluster, dispatcher):
-        await beside_streams(dispatcher, lambda: asks(dispatcher), streams=14)
-
-    run_distant(scene)
-
-
-@pytest.mark.parametrize(("slot", "name"), [(1, "d0"), (2, "d1")])
-def test_of_decode_workers_that_are_alike_the_one_with_a_link_goes_on(slot, name):
-    async def scene(_cluster, dispatcher):
-        dispatcher._shared.router.disagg.link_setup.moved(0, slot)
-        for number in range(6):  # whose hashes would send some to either
-            explained, took_s = await ask(dispatcher, number)
-            assert [(one.prefill.worker, one.worker) for one in explained] == [("p0", name)]
-            assert explained[0].prefill.link_setup == 0.0
-            assert (took_s > SETUP_S) is (number == 0), "the link of this test is only said to be there"
-
-    run_distant(scene, ("p0", "d0", "d1"), router=FORCED)
+        assert took_s < SETUP_S
 
 
 async def charge_ms(dispatcher, number):
@@ -195,28 +128,24 @@ async def charge_ms(dispatcher, number):
     return explained[0].prefill.link_setup
 
 
-def test_another_frontend_hears_that_a_link_is_there():
-    async def scene(cluster, dispatcher):
-        assert await charge_ms(dispatcher, 0) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
-        async with cluster.dispatcher(FORCED) as other:
-            await other.looked()
-            await asyncio.sleep(1)  # until the decode worker has told of its load
-            assert await charge_ms(other, 1) == 0.0
-
-    run_distant(scene, router=FORCED)
+@distant(router=FORCED)
+async def test_another_frontend_hears_that_a_link_is_there(cluster, dispatcher):
+    assert await charge_ms(dispatcher, 0) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
+    async with cluster.dispatcher(FORCED) as other:
+        await other.looked()
+        await asyncio.sleep(1)  # until the decode worker has told of its load
+        assert await charge_ms(other, 1) == 0.0
 
 
 @pytest.mark.parametrize("victim", ["p0", "d0"])
-def test_a_worker_that_was_lost_and_is_back_has_no_link(victim):
-    async def scene(cluster, dispatcher):
-        assert await charge_ms(dispatcher, 0) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
-        assert await charge_ms(dispatcher, 1) == 0.0
-        cluster.kill(victim)
-        await asyncio.sleep(10)  # its lease runs out
-        role = Role.PREFILL if victim == "p0" else Role.DECODE
-        await cluster.start(victim, tiny_engine(), role=role, prices=PRICES, transport=DistantTransport())
-        await asyncio.sleep(1)
-        assert await charge_ms(dispatcher, 2) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
-        assert await charge_ms(dispatcher, 3) == 0.0
-
-    run_distant(scene, router=FORCED)
+@distant(router=FORCED)
+async def test_a_worker_that_was_lost_and_is_back_has_no_link(cluster, dispatcher, victim):
+    assert await charge_ms(dispatcher, 0) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
+    assert await charge_ms(dispatcher, 1) == 0.0
+    cluster.kill(victim)
+    await asyncio.sleep(10)  # its lease runs out
+    role = Role.PREFILL if victim == "p0" else Role.DECODE
+    await cluster.start(victim, tiny_engine(), role=role, prices=PRICES, transport=DistantTransport())
+    await asyncio.sleep(1)
+    assert await charge_ms(dispatcher, 2) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
+    assert await charge_ms(dispatcher, 3) == 0.0

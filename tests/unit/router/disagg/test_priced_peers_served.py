@@ -1,35 +1,22 @@
 """What other workers have cached of a prompt is priced beside prefill workers too: for whoever is to compute the prompt."""
 
 import asyncio
-import io
 from contextlib import AsyncExitStack
 
 import pytest
-import structlog
 
-from penstock.core import log
 from penstock.core.types.instances import Role
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.explain.replay import Replay
 from penstock.worker.config import KvTransferConfig, WorkerConfig
 from tests.support.kv_transfer import PRICES, SlowTransport, tiny_engine, tiny_request, whole_answer
 from tests.support.kv_transfer_scene import run_scenario
+from tests.support.scenes import scenes
 
 TOKENS, CACHED = 50, 48
 LONGER = 250
 """Such a prompt begins with the other one."""
 STREAMS = 12
-
-
-@pytest.fixture
-def decided(monkeypatch):
-    """Collect what is logged."""
-    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "json")
-    stream = io.StringIO()
-    log.configure("debug", process="test", stream=stream)
-    yield lambda: [line for line in stream.getvalue().splitlines() if "request_routed" in line]
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
 
 
 def moved(scene, *, streams, peers=True):
@@ -72,47 +59,41 @@ def moved(scene, *, streams, peers=True):
     )
 
 
+moved_scene = scenes(moved, 2)
+
+
 def loaded(cluster, name):
     return cluster.worker(name).kv_transfer.peer_loads.loaded_tokens
 
 
-def test_a_prompt_that_another_decode_worker_has_is_not_computed_by_a_prefill_worker(decided):
+@moved_scene(streams=STREAMS)
+async def test_a_prompt_that_another_decode_worker_has_is_not_computed_by_a_prefill_worker(
+    cluster, dispatcher, decision_lines
+):
     """Beside streams, all of it would be."""
 
-    async def scene(cluster, dispatcher):
-        answer = await whole_answer(dispatcher, tiny_request("again", TOKENS))
-        assert answer[2] == CACHED
-        assert (loaded(cluster, "d1"), loaded(cluster, "p1")) == (CACHED, 0)
-        assert not dispatcher.explain("again")[0].prefill.remote
-        replayed = [one for one in Replay().run(decided()) if one.request_id == "again"]
-        assert [(one.worker, one.differs) for one in replayed] == [("d1", False)]
-
-    moved(scene, streams=STREAMS)
+    answer = await whole_answer(dispatcher, tiny_request("again", TOKENS))
+    assert answer[2] == CACHED
+    assert (loaded(cluster, "d1"), loaded(cluster, "p1")) == (CACHED, 0)
+    assert not dispatcher.explain("again")[0].prefill.remote
+    replayed = [one for one in Replay().run(decision_lines()) if one.request_id == "again"]
+    assert [(one.worker, one.differs) for one in replayed] == [("d1", False)]
 
 
-def test_without_peers_the_prefill_worker_computes_it():
-    async def scene(cluster, dispatcher):
-        answer = await whole_answer(dispatcher, tiny_request("again", TOKENS))
-        assert answer[2] == 0
-        assert dispatcher.explain("again")[0].prefill.remote
-
-    moved(scene, streams=STREAMS, peers=False)
-
-
-def test_a_prefill_worker_loads_what_a_decode_worker_has_and_hands_all_of_it_over(decided):
+@moved_scene(streams=STREAMS)
+async def test_a_prefill_worker_loads_what_a_decode_worker_has_and_hands_all_of_it_over(
+    cluster, dispatcher, decision_lines
+):
     """The prefill worker has nothing of the prompt's beginning either."""
 
-    async def scene(cluster, dispatcher):
-        answer = await whole_answer(dispatcher, tiny_request("longer", LONGER))
-        explained = dispatcher.explain("longer")[0]
-        assert explained.prefill.remote
-        assert (loaded(cluster, "p1"), loaded(cluster, "d1")) == (CACHED, 0)
-        assert answer[2] == CACHED
-        priced = explained.prefill.candidates[0].terms["prefill"]
-        assert priced == pytest.approx(
-            1e3 * (PRICES.prefill_step_s + (LONGER - CACHED) * PRICES.prefill_token_s), rel=0.2
-        )
-        replayed = [one for one in Replay().run(decided()) if one.request_id == "longer"]
-        assert [(one.worker, one.differs) for one in replayed] == [("p1/d1", False)]
-
-    moved(scene, streams=STREAMS)
+    answer = await whole_answer(dispatcher, tiny_request("longer", LONGER))
+    explained = dispatcher.explain("longer")[0]
+    assert explained.prefill.remote
+    assert (loaded(cluster, "p1"), loaded(cluster, "d1")) == (CACHED, 0)
+    assert answer[2] == CACHED
+    priced = explained.prefill.candidates[0].terms["prefill"]
+    assert priced == pytest.approx(
+        1e3 * (PRICES.prefill_step_s + (LONGER - CACHED) * PRICES.prefill_token_s), rel=0.2
+    )
+    replayed = [one for one in Replay().run(decision_lines()) if one.request_id == "longer"]
+    assert [(one.worker, one.differs) for one in replayed] == [("p1/d1", False)]

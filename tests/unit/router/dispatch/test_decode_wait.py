@@ -3,9 +3,8 @@
 import asyncio
 
 from penstock.router.config import DisaggConfig, QueueConfig, RouterConfig
-from penstock.router.queue.decode_wait import DecodeWait
 from tests.support.kv_transfer import tiny_engine, tiny_request
-from tests.support.kv_transfer_scene import ALWAYS, beside_streams, run_scenario
+from tests.support.kv_transfer_scene import beside_streams, scenario
 
 PLACES = 4
 PROMPT_TOKENS, ANSWER_TOKENS = 60, 100
@@ -35,49 +34,25 @@ async def waits(dispatcher, count, *, prompt_tokens=PROMPT_TOKENS, max_tokens=AN
     return await asyncio.gather(*(one(number) for number in range(count)))
 
 
-def test_prompts_wait_for_the_workers_that_compute_them():
-    async def scene(_cluster, dispatcher):
-        for prompt_tokens, is_decode in ((PROMPT_TOKENS, False), (10, True)):
-            found = await waits(dispatcher, 3, prompt_tokens=prompt_tokens)
-            assert [waited for _, waited in found] == [is_decode] * 3
-
-    run_scenario(scene, router=LONGER_PROMPTS_MOVE)
+@scenario(router=LONGER_PROMPTS_MOVE)
+async def test_prompts_wait_for_the_workers_that_compute_them(cluster, dispatcher):
+    for prompt_tokens, is_decode in ((PROMPT_TOKENS, False), (10, True)):
+        found = await waits(dispatcher, 3, prompt_tokens=prompt_tokens)
+        assert [waited for _, waited in found] == [is_decode] * 3
 
 
-def test_an_aggregated_worker_is_no_decode_worker():
-    async def scene(_cluster, dispatcher):
-        assert not any(waited for _, waited in await waits(dispatcher, 3))
+@scenario(router=QUEUED, engine=lambda _name: tiny_engine(kv_blocks=4000, places=PLACES))
+async def test_what_is_queued_until_a_decode_worker_has_a_batch_slot_waits_for_that(cluster, dispatcher):
+    async def crowd():
+        return await waits(dispatcher, 6, max_tokens=10)
 
-    run_scenario(scene, ("a0",), router=ALWAYS)
-
-
-def test_what_is_queued_until_a_decode_worker_has_a_batch_slot_waits_for_that():
-    async def scene(_cluster, dispatcher):
-        async def crowd():
-            return await waits(dispatcher, 6, max_tokens=10)
-
-        found = await beside_streams(dispatcher, crowd, streams=PLACES, prompt_tokens=8)
-        assert min(ttft_s for ttft_s, _ in found) > 1.0, "streams of 380 tokens keep all batch slots"
-        assert all(waited for _, waited in found)
-
-    run_scenario(scene, router=QUEUED, engine=lambda _name: tiny_engine(kv_blocks=4000, places=PLACES))
+    found = await beside_streams(dispatcher, crowd, streams=PLACES, prompt_tokens=8)
+    assert min(ttft_s for ttft_s, _ in found) > 1.0, "streams of 380 tokens keep all batch slots"
+    assert all(waited for _, waited in found)
 
 
-def test_what_is_queued_for_a_prefill_worker_does_not():
-    async def scene(_cluster, dispatcher):
-        found = await waits(dispatcher, 12, prompt_tokens=200, max_tokens=2)
-        assert max(ttft_s for ttft_s, _ in found) > 1.0, "a prompt takes 0.2 s"
-        assert not any(waited for _, waited in found)
-
-    run_scenario(scene, router=QUEUED, engine=lambda _name: tiny_engine(kv_blocks=4000))
-
-
-def test_a_wait_is_added_up_over_several_times():
-    wait = DecodeWait()
-    wait.note(1.0, is_full=True)
-    assert wait.total_s(3.0) == 2.0
-    wait.note(3.0, is_full=True)
-    wait.note(4.0, is_full=False)
-    assert wait.total_s(9.0) == 3.0
-    wait.note(10.0, is_full=True)
-    assert wait.total_s(11.0) == 4.0
+@scenario(router=QUEUED, engine=lambda _name: tiny_engine(kv_blocks=4000))
+async def test_what_is_queued_for_a_prefill_worker_does_not(cluster, dispatcher):
+    found = await waits(dispatcher, 12, prompt_tokens=200, max_tokens=2)
+    assert max(ttft_s for ttft_s, _ in found) > 1.0, "a prompt takes 0.2 s"
+    assert not any(waited for _, waited in found)

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.core.errors import DeadlineExceeded
 from penstock.core.types.requests import Delta, FinishReason
 from penstock.frontend.text.detokenize import Detokenizer
 from penstock.router.dispatch.open_request import OpenRequest
@@ -17,7 +16,7 @@ from penstock.seams import DirectClient, Interrupt
 from tests.support.direct_client import FakeTransport
 from tests.support.manual_engine import ManualEngine
 from tests.support.tokenizer import tiny_tokenizer_json
-from tests.unit.router.dispatch.test_dispatcher import Setting, ids, make_request, run_scenario, settle
+from tests.unit.router.dispatch.test_dispatcher import Setting, ids, make_request, scenario, settle
 
 _TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
 _DETOKENIZER = Detokenizer(_TOKENIZER, tiny_tokenizer_json())
@@ -73,155 +72,95 @@ async def reading(
 LETTERS = _TOKENIZER.encode("abcdefgh").ids
 
 
-def test_after_the_early_steps_tokens_go_by_the_rule_and_the_end_by_the_sink() -> None:
-    async def scene(setting: Setting) -> None:
-        async with reading(setting) as (engine, reader, running):
-            for token in LETTERS[:-1]:
-                engine.emit("r", token)
-                await settle()
-                assert reader.stream.output_tokens == len(reader.tokens)
-            engine.emit("r", LETTERS[-1], finish=FinishReason.LENGTH)
+@scenario(1)
+async def test_after_the_early_steps_tokens_go_by_the_rule_and_the_end_by_the_sink(setting):
+    async with reading(setting) as (engine, reader, running):
+        for token in LETTERS[:-1]:
+            engine.emit("r", token)
+            await settle()
+            assert reader.stream.output_tokens == len(reader.tokens)
+        engine.emit("r", LETTERS[-1], finish=FinishReason.LENGTH)
+        await running
+    assert reader.tokens == LETTERS
+    assert reader.way == ["sink", "sink", *["direct"] * (len(LETTERS) - 3), "sink"]
+    assert reader.stream.output_tokens == len(LETTERS)
+
+
+@scenario()
+async def test_a_request_whose_worker_is_lost_goes_on_with_all_its_tokens(setting):
+    async with setting.dispatcher.open(make_request()) as stream:
+        await settle()
+        first = setting.holder()
+        reader = Reader(stream)
+        running = reader.run()
+        for token in LETTERS[:5]:
+            setting.engines[first].emit("r", token)
+            await settle()
+        assert reader.way[-1] == "direct"
+        setting.kill(first)
+        await asyncio.sleep(1)
+        engine = setting.engines[setting.holder()]
+        moved = engine.requests["r"]
+        assert moved.num_emitted == 5
+        for token in LETTERS[5:]:
+            engine.emit("r", token)
+            await settle()
+        assert reader.way[-1] == "direct", "the new worker's tokens go the same way"
+        engine.emit("r", finish=FinishReason.LENGTH)
+        await running
+    assert reader.tokens == LETTERS
+
+
+@scenario(1)
+async def test_a_client_that_is_behind_is_waited_for(setting):
+    async with reading(setting) as (engine, reader, running):
+        for token in LETTERS[:3]:
+            engine.emit("r", token)
+            await settle()
+        reader.transport.unsent_bytes = 101
+        engine.emit("r", LETTERS[3])
+        await settle()
+        for token in LETTERS[4:6]:
+            engine.emit("r", token)
+            await settle()
+        assert reader.tokens == LETTERS[:4], "no more before it has read"
+        assert reader.stream.output_tokens == 6
+        reader.transport.unsent_bytes = 0
+        reader.free.set()
+        await settle()
+        assert reader.tokens == LETTERS[:6]
+        engine.emit("r", LETTERS[6])
+        await settle()
+        assert reader.way[-2:] == ["sink", "direct"]
+        engine.emit("r", LETTERS[7], finish=FinishReason.LENGTH)
+        await running
+    assert reader.tokens == LETTERS
+
+
+@scenario(1)
+async def test_a_client_that_is_gone_ends_its_request(setting):
+    async with reading(setting) as (engine, reader, running):
+        for token in LETTERS[:3]:
+            engine.emit("r", token)
+            await settle()
+        reader.transport.is_closed = True
+        engine.emit("r", LETTERS[3])
+        with pytest.raises(ConnectionResetError):
             await running
-        assert reader.tokens == LETTERS
-        assert reader.way == ["sink", "sink", *["direct"] * (len(LETTERS) - 3), "sink"]
-        assert reader.stream.output_tokens == len(LETTERS)
-
-    run_scenario(scene, 1)
+    assert reader.tokens == LETTERS[:3]
 
 
-def test_tokens_and_the_end_that_come_in_one_turn_keep_their_order() -> None:
-    async def scene(setting: Setting) -> None:
-        async with reading(setting) as (engine, reader, running):
-            for token in LETTERS[:3]:
-                engine.emit("r", token)
-                await settle()
-            for token in LETTERS[3:-1]:
-                engine.emit("r", token)
-            engine.emit("r", LETTERS[-1], finish=FinishReason.LENGTH)
-            await running
-        assert reader.tokens == LETTERS
-
-    run_scenario(scene, 1)
-
-
-def test_a_sink_without_a_rule_gets_everything() -> None:
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
+@scenario(1)
+async def test_tokens_by_the_rule_are_granted_to_the_worker(setting):
+    async with setting.dispatcher.open(make_request(max_tokens=10_000)) as stream:
+        await settle()
+        engine = setting.engines[setting.holder()]
+        reader = Reader(stream)
+        running = reader.run()
+        for _ in range(50):
+            engine.emit("r", *LETTERS * 10)
             await settle()
-            engine = setting.engines[setting.holder()]
-            reader = Reader(stream)
-            reader.is_available = False
-            running = reader.run()
-            for token in LETTERS:
-                engine.emit("r", token)
-                await settle()
-            engine.emit("r", finish=FinishReason.LENGTH)
-            await running
-        assert reader.way == ["sink"] * (len(LETTERS) + 1)
-
-    run_scenario(scene, 1)
-
-
-def test_a_request_whose_worker_is_lost_goes_on_with_all_its_tokens() -> None:
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            first = setting.holder()
-            reader = Reader(stream)
-            running = reader.run()
-            for token in LETTERS[:5]:
-                setting.engines[first].emit("r", token)
-                await settle()
-            assert reader.way[-1] == "direct"
-            setting.kill(first)
-            await asyncio.sleep(1)
-            engine = setting.engines[setting.holder()]
-            moved = engine.requests["r"]
-            assert moved.num_emitted == 5
-            for token in LETTERS[5:]:
-                engine.emit("r", token)
-                await settle()
-            assert reader.way[-1] == "direct", "the new worker's tokens go the same way"
-            engine.emit("r", finish=FinishReason.LENGTH)
-            await running
-        assert reader.tokens == LETTERS
-
-    run_scenario(scene)
-
-
-def test_a_client_that_is_behind_is_waited_for() -> None:
-    async def scene(setting: Setting) -> None:
-        async with reading(setting) as (engine, reader, running):
-            for token in LETTERS[:3]:
-                engine.emit("r", token)
-                await settle()
-            reader.transport.unsent_bytes = 101
-            engine.emit("r", LETTERS[3])
-            await settle()
-            for token in LETTERS[4:6]:
-                engine.emit("r", token)
-                await settle()
-            assert reader.tokens == LETTERS[:4], "no more before it has read"
-            assert reader.stream.output_tokens == 6
-            reader.transport.unsent_bytes = 0
-            reader.free.set()
-            await settle()
-            assert reader.tokens == LETTERS[:6]
-            engine.emit("r", LETTERS[6])
-            await settle()
-            assert reader.way[-2:] == ["sink", "direct"]
-            engine.emit("r", LETTERS[7], finish=FinishReason.LENGTH)
-            await running
-        assert reader.tokens == LETTERS
-
-    run_scenario(scene, 1)
-
-
-def test_a_client_that_is_gone_ends_its_request() -> None:
-    async def scene(setting: Setting) -> None:
-        async with reading(setting) as (engine, reader, running):
-            for token in LETTERS[:3]:
-                engine.emit("r", token)
-                await settle()
-            reader.transport.is_closed = True
-            engine.emit("r", LETTERS[3])
-            with pytest.raises(ConnectionResetError):
-                await running
-        assert reader.tokens == LETTERS[:3]
-
-    run_scenario(scene, 1)
-
-
-def test_a_deadline_ends_a_request_on_its_direct_way() -> None:
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request(deadline_s=5.0)) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            reader = Reader(stream)
-            running = reader.run()
-            for token in LETTERS[:4]:
-                engine.emit("r", token)
-                await settle()
-            with pytest.raises(DeadlineExceeded, match="4 "):
-                await running
-        assert reader.tokens == LETTERS[:4]
-
-    run_scenario(scene, 1)
-
-
-def test_tokens_by_the_rule_are_granted_to_the_worker() -> None:
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request(max_tokens=10_000)) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            reader = Reader(stream)
-            running = reader.run()
-            for _ in range(50):
-                engine.emit("r", *LETTERS * 10)
-                await settle()
-            assert len(reader.tokens) == 50 * 10 * len(LETTERS), "many windows"
-            assert reader.way.count("sink") < 5
-            engine.emit("r", finish=FinishReason.LENGTH)
-            await running
-
-    run_scenario(scene, 1)
+        assert len(reader.tokens) == 50 * 10 * len(LETTERS), "many windows"
+        assert reader.way.count("sink") < 5
+        engine.emit("r", finish=FinishReason.LENGTH)
+        await running

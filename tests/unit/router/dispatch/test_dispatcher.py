@@ -17,7 +17,7 @@ from penstock.core.errors import (
     RequestError,
     Unavailable,
 )
-from penstock.core.hashing import block_hashes
+from penstock.core.hashing import DEFAULT_KEY, block_hashes
 from penstock.core.ids import RequestId
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams
@@ -28,6 +28,7 @@ from penstock.router.dispatch.open_request import OpenRequest
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.manual_engine import ManualEngine
+from tests.support.scenes import in_virtual_time, scenes
 
 PROMPT = (5, 6, 7, 8, 9, 10)
 
@@ -71,6 +72,13 @@ class Setting:
         (name,) = (name for name, engine in self.engines.items() if request_id in engine.requests)
         return name
 
+    def end(self, request_id: str, error: PenstockError) -> None:
+        """Have the worker that runs a request end it with an error."""
+        delta = Delta(
+            request_id=RequestId(request_id), error=error.to_info(), finish_reason=FinishReason.ERROR
+        )
+        self.engines[self.holder(request_id)].step(deltas=[delta])
+
     def kill(self, name: str) -> None:
         self.cluster.kill(name)
         del self.engines[name]
@@ -81,7 +89,7 @@ class Setting:
             assert view.open_requests == view.reserved_requests == view.reserved_blocks == 0
         for engine in self.engines.values():
             assert not engine.requests
-        assert not self.dispatcher._shared.requests
+        assert all(journey.outcome is not None for journey in self.dispatcher.latest_journeys(9))
 
 
 def run_scenario(
@@ -97,6 +105,9 @@ def run_scenario(
             setting.check_nothing_left()
 
     run_virtual(main())
+
+
+scenario = scenes(run_scenario, 1)
 
 
 def ids(delta: Delta) -> list[int]:
@@ -120,325 +131,217 @@ async def finish(setting: Setting, stream: OpenRequest, request_id: str = "r") -
     return [token async for delta in stream for token in ids(delta)]
 
 
-def test_tokens_stream_to_the_end():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            engine.emit("r", 1, cached_tokens=4)
-            first = await anext(stream)
-            engine.emit("r", 2)
-            engine.emit("r", 3, finish=FinishReason.LENGTH)
-            rest = [delta async for delta in stream]
-        assert ids(first) == [1]
-        assert first.cached_tokens == stream.cached_tokens == 4
-        assert [token for delta in rest for token in ids(delta)] == [2, 3]
-        assert rest[-1].finish_reason is FinishReason.LENGTH
-        assert stream.prompt_tokens == 6
-        assert stream.output_tokens == 3
-
-    run_scenario(scene)
+@scenario()
+async def test_tokens_stream_to_the_end(setting):
+    async with setting.dispatcher.open(make_request()) as stream:
+        await settle()
+        engine = setting.engines[setting.holder()]
+        engine.emit("r", 1, cached_tokens=4)
+        first = await anext(stream)
+        engine.emit("r", 2)
+        engine.emit("r", 3, finish=FinishReason.LENGTH)
+        rest = [delta async for delta in stream]
+    assert ids(first) == [1]
+    assert first.cached_tokens == stream.cached_tokens == 4
+    assert [token for delta in rest for token in ids(delta)] == [2, 3]
+    assert rest[-1].finish_reason is FinishReason.LENGTH
+    assert stream.prompt_tokens == 6
+    assert stream.output_tokens == 3
 
 
-def test_a_slow_reader_gets_one_larger_delta():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            for token in range(5):
-                engine.emit("r", token, cached_tokens=None if token else 0)
-            await settle()
-            assert ids(await anext(stream)) == [0, 1, 2, 3, 4]
-            assert await finish(setting, stream) == [99]
-
-    run_scenario(scene)
-
-
-def test_hashes_are_computed_where_they_are_missing_and_checked_where_not():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            (sent,) = setting.engines[setting.holder()].submitted
-            assert sent.block_hashes == pack_hashes(block_hashes(PROMPT, 4, b"tiny-1"))
-            await finish(setting, stream)
-        wrong = Request(
-            request_id=RequestId("x"),
-            model="tiny",
-            token_ids=pack_tokens(PROMPT),
-            sampling=SamplingParams(max_tokens=1),
-            block_hashes=pack_hashes(block_hashes(PROMPT, 2)),
-        )
-        with pytest.raises(RequestError, match="got 3 for 6 tokens, expected 1") as caught:
-            async with setting.dispatcher.open(wrong):
-                pass
-        assert caught.value.param == "block_hashes"
-
-    run_scenario(scene)
+@scenario()
+async def test_hashes_are_computed_where_they_are_missing_and_checked_where_not(setting):
+    async with setting.dispatcher.open(make_request()) as stream:
+        await settle()
+        (sent,) = setting.engines[setting.holder()].submitted
+        assert sent.block_hashes == pack_hashes(block_hashes(PROMPT, 4, b"tiny-1"))
+        await finish(setting, stream)
+    wrong = Request(
+        request_id=RequestId("x"),
+        model="tiny",
+        token_ids=pack_tokens(PROMPT),
+        sampling=SamplingParams(max_tokens=1),
+        block_hashes=pack_hashes(block_hashes(PROMPT, 2)),
+    )
+    with pytest.raises(RequestError, match="got 3 for 6 tokens, expected 1") as caught:
+        async with setting.dispatcher.open(wrong):
+            pass
+    assert caught.value.param == "block_hashes"
 
 
 @pytest.mark.parametrize("after_tokens", [0, 3])
-def test_leaving_cancels_at_once(after_tokens):
-    async def scene(setting: Setting) -> None:
-        now = asyncio.get_running_loop().time
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            for token in range(after_tokens):
-                engine.emit("r", token)
-                await anext(stream)
-            left_s = now()
+@scenario()
+async def test_leaving_cancels_at_once(setting, after_tokens):
+    now = asyncio.get_running_loop().time
+    async with setting.dispatcher.open(make_request()) as stream:
+        await settle()
+        engine = setting.engines[setting.holder()]
+        for token in range(after_tokens):
+            engine.emit("r", token)
+            await anext(stream)
+        left_s = now()
+    await settle()
+    assert engine.aborted == ["r"]
+    assert now() == left_s
+    setting.check_nothing_left()
+
+
+@scenario()
+async def test_the_deadline_ends_a_stream_and_its_engine_work(setting):
+    loop = asyncio.get_running_loop()
+    opened_s = loop.time()
+    async with setting.dispatcher.open(make_request(deadline_s=2.0)) as stream:
+        await settle()
+        engine = setting.engines[setting.holder()]
+        assert engine.submitted[0].deadline_s == 2.0
+        engine.emit("r", 1)
+        assert ids(await anext(stream)) == [1]
+        with pytest.raises(DeadlineExceeded, match="2 s have passed and 1 of at most 100 tokens"):
+            await anext(stream)
+        assert loop.time() - opened_s == pytest.approx(2.0)
         await settle()
         assert engine.aborted == ["r"]
-        assert now() == left_s
-        setting.check_nothing_left()
-
-    run_scenario(scene)
-
-
-def test_cancelling_the_reader_cancels_the_request():
-    async def scene(setting: Setting) -> None:
-        async def read() -> None:
-            async with setting.dispatcher.open(make_request()) as stream:
-                async for _ in stream:
-                    pass
-
-        task = asyncio.ensure_future(read())
-        await settle()
-        assert setting.holder()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await settle()
-        setting.check_nothing_left()
-
-    run_scenario(scene)
-
-
-def test_the_deadline_ends_a_stream_and_its_engine_work():
-    async def scene(setting: Setting) -> None:
-        loop = asyncio.get_running_loop()
-        opened_s = loop.time()
-        async with setting.dispatcher.open(make_request(deadline_s=2.0)) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            assert engine.submitted[0].deadline_s == 2.0
-            engine.emit("r", 1)
-            assert ids(await anext(stream)) == [1]
-            with pytest.raises(DeadlineExceeded, match="2 s have passed and 1 of at most 100 tokens"):
-                await anext(stream)
-            assert loop.time() - opened_s == pytest.approx(2.0)
-            await settle()
-            assert engine.aborted == ["r"]
-            with pytest.raises(DeadlineExceeded):
-                await anext(stream)
-
-    run_scenario(scene)
-
-
-def test_the_deadline_also_ends_waiting_for_a_worker():
-    async def scene(setting: Setting) -> None:
-        loop = asyncio.get_running_loop()
-        opened_s = loop.time()
         with pytest.raises(DeadlineExceeded):
-            async with setting.dispatcher.open(make_request(deadline_s=3.0)):
-                pass
-        assert loop.time() - opened_s == pytest.approx(3.0)
-
-    run_scenario(scene, num_workers=0)
+            await anext(stream)
 
 
-def test_the_deadline_does_not_spoil_an_answer_that_is_complete():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request(deadline_s=2.0)) as stream:
-            await settle()
-            setting.engines[setting.holder()].emit("r", 1, finish=FinishReason.STOP)
-            await asyncio.sleep(5.0)
-            assert [ids(delta) async for delta in stream] == [[1]]
-
-    run_scenario(scene)
+@scenario()
+async def test_the_deadline_does_not_spoil_an_answer_that_is_complete(setting):
+    async with setting.dispatcher.open(make_request(deadline_s=2.0)) as stream:
+        await settle()
+        setting.engines[setting.holder()].emit("r", 1, finish=FinishReason.STOP)
+        await asyncio.sleep(5.0)
+        assert [ids(delta) async for delta in stream] == [[1]]
 
 
-def test_a_stream_goes_on_where_its_worker_was_lost():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request(deadline_s=60.0)) as stream:
-            await settle()
-            first = setting.holder()
-            setting.engines[first].emit("r", 1, cached_tokens=4)
-            assert ids(await anext(stream)) == [1]
-            setting.engines[first].emit("r", 2)
-            setting.engines[first].emit("r", 3)
-            await settle()  # 2 and 3 are here, not read yet
-            setting.kill(first)
-            assert ids(await anext(stream)) == [2, 3]
-            reading = asyncio.ensure_future(anext(stream))
-            await asyncio.sleep(1.0)
-            (moved,) = setting.engines[setting.holder()].submitted
-            assert unpack_tokens(moved.token_ids).tolist() == [*PROMPT, 1, 2, 3]
-            assert moved.num_emitted == 3
-            assert moved.block_hashes == pack_hashes(block_hashes([*PROMPT, 1, 2, 3], 4, b"tiny-1"))
-            assert moved.sampling.max_tokens == 100
-            assert 58.0 < moved.deadline_s < 60.0
-            setting.engines[setting.holder()].emit("r", 4, cached_tokens=0)
-            delta = await reading
-            assert ids(delta) == [4]
-            assert delta.cached_tokens is None
-            assert await finish(setting, stream) == [99]
-        assert stream.migrations == 1
-        assert (stream.prompt_tokens, stream.cached_tokens, stream.output_tokens) == (6, 4, 5)
-
-    run_scenario(scene)
+@scenario()
+async def test_a_stream_goes_on_where_its_worker_was_lost(setting):
+    async with setting.dispatcher.open(make_request(deadline_s=60.0)) as stream:
+        await settle()
+        first = setting.holder()
+        setting.engines[first].emit("r", 1, cached_tokens=4)
+        assert ids(await anext(stream)) == [1]
+        setting.engines[first].emit("r", 2)
+        setting.engines[first].emit("r", 3)
+        await settle()  # 2 and 3 are here, not read yet
+        setting.kill(first)
+        assert ids(await anext(stream)) == [2, 3]
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(1.0)
+        (moved,) = setting.engines[setting.holder()].submitted
+        assert unpack_tokens(moved.token_ids).tolist() == [*PROMPT, 1, 2, 3]
+        assert moved.num_emitted == 3
+        assert moved.block_hashes == pack_hashes(block_hashes([*PROMPT, 1, 2, 3], 4, b"tiny-1"))
+        assert moved.sampling.max_tokens == 100
+        assert 58.0 < moved.deadline_s < 60.0
+        setting.engines[setting.holder()].emit("r", 4, cached_tokens=0)
+        delta = await reading
+        assert ids(delta) == [4]
+        assert delta.cached_tokens is None
+        assert await finish(setting, stream) == [99]
+    assert stream.migrations == 1
+    assert (stream.prompt_tokens, stream.cached_tokens, stream.output_tokens) == (6, 4, 5)
 
 
-def test_a_request_that_loses_worker_after_worker_is_quarantined():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            reading = asyncio.ensure_future(anext(stream))
-            for _ in range(3):
-                await asyncio.sleep(0.5)
-                setting.kill(setting.holder())
-            with pytest.raises(
-                Unavailable, match=r"failed one after another, .* refused for 60 s; send it again"
-            ):
-                await reading
-        assert stream.migrations == 2
-        with pytest.raises(Unavailable, match="refused for 60 s") as caught:
-            async with setting.dispatcher.open(make_request("again")):
-                pass
-        assert caught.value.http_status == 503
-        assert 59.0 < caught.value.retry_after_s <= 60.0
-        async with setting.dispatcher.open(make_request("other", (1, 2, 3))) as other:
-            await finish(setting, other, "other")
-        await asyncio.sleep(60.0)
-        async with setting.dispatcher.open(make_request("later")) as later:
-            assert await finish(setting, later, "later") == [99]
-
-    run_scenario(scene, num_workers=4)
+@scenario(num_workers=4)
+async def test_a_request_that_loses_worker_after_worker_is_quarantined(setting):
+    async with setting.dispatcher.open(make_request()) as stream:
+        reading = asyncio.ensure_future(anext(stream))
+        for _ in range(3):
+            await asyncio.sleep(0.5)
+            setting.kill(setting.holder())
+        with pytest.raises(
+            Unavailable, match=r"failed one after another, .* refused for 60 s; send it again"
+        ):
+            await reading
+    assert stream.migrations == 2
+    with pytest.raises(Unavailable, match="refused for 60 s") as caught:
+        async with setting.dispatcher.open(make_request("again")):
+            pass
+    assert caught.value.http_status == 503
+    assert 59.0 < caught.value.retry_after_s <= 60.0
+    async with setting.dispatcher.open(make_request("other", (1, 2, 3))) as other:
+        await finish(setting, other, "other")
+    await asyncio.sleep(60.0)
+    async with setting.dispatcher.open(make_request("later")) as later:
+        assert await finish(setting, later, "later") == [99]
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
-def test_who_gets_on_may_lose_as_many_workers_as_it_takes_and_is_not_blamed(names):
-    async def scene(setting: Setting) -> None:
-        prompts = {name: (ord(name), 2, 3) for name in names}
-        async with AsyncExitStack() as stack:
-            readings = []
-            for name, prompt in prompts.items():
-                stream = await stack.enter_async_context(setting.dispatcher.open(make_request(name, prompt)))
-                readings.append(asyncio.ensure_future(read_all(stream)))
-            for number in range(12):
-                await asyncio.sleep(0.5)
-                holder = setting.holder(names[0])
-                for name in prompts:
-                    assert holder == setting.holder(name), "there is one worker at a time"
-                    setting.engines[holder].emit(name, number)
-                    setting.engines[holder].emit(name, number)
-                await settle()
-                setting.kill(holder)
-                await setting.add(f"w{number + 2}")
-            await asyncio.sleep(0.5)
-            for name in prompts:
-                setting.engines[setting.holder(name)].emit(name, 99, finish=FinishReason.STOP)
-            for reading in readings:
-                await reading
-            assert stream.migrations == 12
+@scenario(num_workers=1)
+async def test_who_gets_on_may_lose_as_many_workers_as_it_takes_and_is_not_blamed(setting, names):
+    prompts = {name: (ord(name), 2, 3) for name in names}
+    async with AsyncExitStack() as stack:
+        readings = []
         for name, prompt in prompts.items():
-            async with setting.dispatcher.open(make_request(name, prompt)) as again:
-                assert await finish(setting, again, name) == [99]
+            stream = await stack.enter_async_context(setting.dispatcher.open(make_request(name, prompt)))
+            readings.append(asyncio.ensure_future(read_all(stream)))
+        for number in range(12):
+            await asyncio.sleep(0.5)
+            holder = setting.holder(names[0])
+            for name in prompts:
+                assert holder == setting.holder(name), "there is one worker at a time"
+                setting.engines[holder].emit(name, number)
+                setting.engines[holder].emit(name, number)
+            await settle()
+            setting.kill(holder)
+            await setting.add(f"w{number + 2}")
+        await asyncio.sleep(0.5)
+        for name in prompts:
+            setting.engines[setting.holder(name)].emit(name, 99, finish=FinishReason.STOP)
+        for reading in readings:
+            await reading
+        assert stream.migrations == 12
+    for name, prompt in prompts.items():
+        async with setting.dispatcher.open(make_request(name, prompt)) as again:
+            assert await finish(setting, again, name) == [99]
 
-    run_scenario(scene, num_workers=1)
 
-
-def test_who_only_stood_beside_the_culprit_is_not_quarantined_with_it():
+@scenario(num_workers=1)
+async def test_who_only_stood_beside_the_culprit_is_not_quarantined_with_it(setting):
     """One of three kills each worker before a token; after two losses the three go on one by one."""
 
-    async def scene(setting: Setting) -> None:
-        prompts = {"poison": (1, 2, 3), "a": (4, 5, 6), "b": (7, 8, 9)}
-        async with AsyncExitStack() as stack:
-            readings = {}
-            for name, prompt in prompts.items():
-                stream = await stack.enter_async_context(setting.dispatcher.open(make_request(name, prompt)))
-                readings[name] = asyncio.ensure_future(read_all(stream))
-            number = 1
-            while not readings["poison"].done():
-                await asyncio.sleep(0.5)
-                engine = setting.engines[f"w{number}"]
-                for name in ("a", "b"):
-                    if name in engine.requests and "poison" not in engine.requests:
-                        engine.emit(name, 1, finish=FinishReason.STOP)
-                if "poison" in engine.requests:
-                    setting.kill(f"w{number}")
-                    number += 1
-                    await setting.add(f"w{number}")
-            with pytest.raises(Unavailable, match="refused for 60 s"):
-                await readings["poison"]
-            assert number == 4, "it took three workers down"
+    prompts = {"poison": (1, 2, 3), "a": (4, 5, 6), "b": (7, 8, 9)}
+    async with AsyncExitStack() as stack:
+        readings = {}
+        for name, prompt in prompts.items():
+            stream = await stack.enter_async_context(setting.dispatcher.open(make_request(name, prompt)))
+            readings[name] = asyncio.ensure_future(read_all(stream))
+        number = 1
+        while not readings["poison"].done():
             await asyncio.sleep(0.5)
+            engine = setting.engines[f"w{number}"]
             for name in ("a", "b"):
-                if not readings[name].done():
-                    setting.engines["w4"].emit(name, 1, finish=FinishReason.STOP)
-                    await asyncio.sleep(0.5)
-                await readings[name]
-        for name in ("a", "b"):
-            async with setting.dispatcher.open(make_request(name, prompts[name])) as again:
-                assert await finish(setting, again, name) == [99]
-
-    run_scenario(scene, num_workers=1)
-
-
-def test_a_suspect_that_waits_for_its_turn_still_has_its_deadline():
-    async def scene(setting: Setting) -> None:
-        async with AsyncExitStack() as stack:
-            streams = [
-                await stack.enter_async_context(
-                    setting.dispatcher.open(make_request(name, (number, 2, 3), deadline_s=9.0))
-                )
-                for number, name in enumerate("ab")
-            ]
-            readings = [asyncio.ensure_future(read_all(stream)) for stream in streams]
-            for number in (1, 2):
-                await asyncio.sleep(0.5)
+                if name in engine.requests and "poison" not in engine.requests:
+                    engine.emit(name, 1, finish=FinishReason.STOP)
+            if "poison" in engine.requests:
                 setting.kill(f"w{number}")
-                await setting.add(f"w{number + 1}")
-            await asyncio.sleep(0.5)
-            assert len(setting.engines["w3"].requests) == 1
-            for reading in readings:
-                with pytest.raises(DeadlineExceeded):
-                    await reading
-            await settle()
-            assert not setting.engines["w3"].requests
-
-    run_scenario(scene, num_workers=1)
-
-
-def test_who_loses_worker_after_worker_is_blamed_even_after_a_token_of_each():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            reading = asyncio.ensure_future(read_all(stream))
-            for token in range(3):
+                number += 1
+                await setting.add(f"w{number}")
+        with pytest.raises(Unavailable, match="refused for 60 s"):
+            await readings["poison"]
+        assert number == 4, "it took three workers down"
+        await asyncio.sleep(0.5)
+        for name in ("a", "b"):
+            if not readings[name].done():
+                setting.engines["w4"].emit(name, 1, finish=FinishReason.STOP)
                 await asyncio.sleep(0.5)
-                holder = setting.holder()
-                setting.engines[holder].emit("r", token)
-                await settle()
-                setting.kill(holder)
-            with pytest.raises(Unavailable, match="refused for 60 s"):
-                await reading
-
-    run_scenario(scene, num_workers=3)
+            await readings[name]
+    for name in ("a", "b"):
+        async with setting.dispatcher.open(make_request(name, prompts[name])) as again:
+            assert await finish(setting, again, name) == [99]
 
 
-def test_who_gets_nowhere_for_too_long_ends_where_workers_stop():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            reading = asyncio.ensure_future(anext(stream))
-            for number in range(4):
-                await asyncio.sleep(4.0)
-                name = setting.holder()
-                setting.cluster.worker(name)._end_all(Unavailable("stopping"))
-                setting.engines[name].requests.clear()
-                await setting.add(f"another-{number}")
-            with pytest.raises(Unavailable, match="failed again and again for 12 s"):
-                await reading
-
-    run_scenario(scene, config=RouterConfig(migrations=MigrationConfig(stalled_s_max=10.0)))
+@scenario(config=RouterConfig(migrations=MigrationConfig(stalled_s_max=10.0)))
+async def test_who_gets_nowhere_for_too_long_ends_where_workers_stop(setting):
+    async with setting.dispatcher.open(make_request()) as stream:
+        reading = asyncio.ensure_future(anext(stream))
+        for number in range(4):
+            await asyncio.sleep(4.0)
+            setting.end("r", Unavailable("stopping"))
+            await setting.add(f"another-{number}")
+        with pytest.raises(Unavailable, match="failed again and again for 12 s"):
+            await reading
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -450,10 +353,8 @@ def test_workers_that_cannot_serve_for_now_are_tried_again_later_and_not_for_eve
         async def refuse(request_id: str = "r") -> None:
             nonlocal tries
             await settle()
-            name = setting.holder(request_id)
             tries += 1
-            setting.cluster.worker(name)._end_all(Unavailable("its server is away"))
-            setting.engines[name].requests.clear()
+            setting.end(request_id, Unavailable("its server is away"))
 
         async with setting.dispatcher.open(make_request()) as stream:
             reading, begun_s = asyncio.ensure_future(anext(stream)), loop.time()
@@ -478,130 +379,103 @@ def test_workers_that_cannot_serve_for_now_are_tried_again_later_and_not_for_eve
     run_scenario(scene, num_workers=num_workers)
 
 
-def test_lost_after_the_last_token_is_the_end():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request(max_tokens=2)) as stream:
+@scenario()
+async def test_lost_after_the_last_token_is_the_end(setting):
+    async with setting.dispatcher.open(make_request(max_tokens=2)) as stream:
+        await settle()
+        name = setting.holder()
+        setting.engines[name].emit("r", 1)
+        setting.engines[name].emit("r", 2)
+        await settle()
+        setting.kill(name)
+        await settle()
+        (delta,) = [delta async for delta in stream]
+    assert ids(delta) == [1, 2]
+    assert delta.finish_reason is FinishReason.LENGTH
+
+
+@scenario()
+async def test_a_refused_request_is_tried_elsewhere(setting):
+    setting.engines["w1"].refusal = Overloaded("the queue is full", retry_after_s=3.0)
+    for number in range(4):
+        request_id = f"r{number}"
+        async with setting.dispatcher.open(make_request(request_id, (number,) * 9)) as stream:
+            reading = asyncio.ensure_future(anext(stream))
             await settle()
-            name = setting.holder()
-            setting.engines[name].emit("r", 1)
-            setting.engines[name].emit("r", 2)
-            await settle()
-            setting.kill(name)
-            await settle()
-            (delta,) = [delta async for delta in stream]
-        assert ids(delta) == [1, 2]
-        assert delta.finish_reason is FinishReason.LENGTH
-
-    run_scenario(scene)
+            assert setting.holder(request_id) == "w2"
+            setting.engines["w2"].emit(request_id, 1, finish=FinishReason.STOP)
+            assert ids(await reading) == [1]
 
 
-def test_a_refused_request_is_tried_elsewhere():
-    async def scene(setting: Setting) -> None:
-        setting.engines["w1"].refusal = Overloaded("the queue is full", retry_after_s=3.0)
-        for number in range(4):
-            request_id = f"r{number}"
-            async with setting.dispatcher.open(make_request(request_id, (number,) * 9)) as stream:
-                reading = asyncio.ensure_future(anext(stream))
-                await settle()
-                assert setting.holder(request_id) == "w2"
-                setting.engines["w2"].emit(request_id, 1, finish=FinishReason.STOP)
-                assert ids(await reading) == [1]
-
-    run_scenario(scene)
+@scenario()
+async def test_refused_by_all_is_an_error_with_its_delay(setting):
+    for engine in setting.engines.values():
+        engine.refusal = Overloaded("the queue is full", retry_after_s=3.0)
+    with pytest.raises(
+        Overloaded, match=r"every worker that is ready has refused.*the queue is full"
+    ) as caught:
+        async with setting.dispatcher.open(make_request()) as stream:
+            await anext(stream)
+    assert caught.value.retry_after_s == 3.0
 
 
-def test_refused_by_all_is_an_error_with_its_delay():
-    async def scene(setting: Setting) -> None:
-        for engine in setting.engines.values():
-            engine.refusal = Overloaded("the queue is full", retry_after_s=3.0)
-        with pytest.raises(
-            Overloaded, match=r"every worker that is ready has refused.*the queue is full"
-        ) as caught:
-            async with setting.dispatcher.open(make_request()) as stream:
-                await anext(stream)
-        assert caught.value.retry_after_s == 3.0
-
-    run_scenario(scene)
-
-
-def test_refusals_are_bounded():
+@pytest.mark.parametrize(
+    ("retries", "tries"), [(RetryConfig(), 4), (RetryConfig(burst=2, per_request=0.0), 3)]
+)
+def test_refusals_are_bounded_and_need_the_budget(retries, tries):
     async def scene(setting: Setting) -> None:
         for engine in setting.engines.values():
             engine.refusal = Overloaded("the queue is full")
         with pytest.raises(Overloaded, match="the queue is full"):
             async with setting.dispatcher.open(make_request()) as stream:
                 await anext(stream)
-        assert (
-            sum(worker.instance is not None for worker in map(setting.cluster.worker, setting.engines)) == 6
-        )
-        accepted = [setting.cluster.worker(name)._frontends for name in setting.engines]
-        assert sum(f.sent for frontends in accepted for f in frontends.all) == 4
+        assert setting.cluster.figure("refusals_total") == tries
 
-    run_scenario(scene, num_workers=6)
+    run_scenario(scene, num_workers=6, config=RouterConfig(retries=retries))
 
 
 @pytest.mark.parametrize(
     "error", [RequestError("too long", param="messages"), EngineError("NaN"), ValueError("a bug")]
 )
-def test_other_refusals_are_the_answer(error):
-    async def scene(setting: Setting) -> None:
-        for engine in setting.engines.values():
-            engine.refusal = error
-        expected = type(error) if isinstance(error, PenstockError) else EngineError
-        with pytest.raises(expected, match=str(error)) as caught:
-            async with setting.dispatcher.open(make_request()) as stream:
-                await anext(stream)
-        assert caught.value.param == getattr(error, "param", None)
-
-    run_scenario(scene)
+@scenario()
+async def test_other_refusals_are_the_answer(setting, error):
+    for engine in setting.engines.values():
+        engine.refusal = error
+    expected = type(error) if isinstance(error, PenstockError) else EngineError
+    with pytest.raises(expected, match=str(error)) as caught:
+        async with setting.dispatcher.open(make_request()) as stream:
+            await anext(stream)
+    assert caught.value.param == getattr(error, "param", None)
 
 
-def test_no_worker_is_waited_for():
-    async def scene(setting: Setting) -> None:
-        async def read() -> list[int]:
-            async with setting.dispatcher.open(make_request()) as stream:
-                return [token async for delta in stream for token in ids(delta)]
-
-        reading = asyncio.ensure_future(read())
-        await asyncio.sleep(4.0)
-        engine = await setting.add("late")
-        engine.emit("r", 7, finish=FinishReason.STOP)
-        assert await reading == [7]
-
-    run_scenario(scene, num_workers=0)
+@scenario()
+async def test_no_worker_at_all_is_an_error_that_names_the_model(setting):
+    loop = asyncio.get_running_loop()
+    before_s = loop.time()
+    with pytest.raises(Unavailable, match=r"model other: no worker was ready within 60 s; .*: tiny;"):
+        async with setting.dispatcher.open(make_request(model="other")):
+            pass
+    assert loop.time() - before_s == pytest.approx(60.0)
 
 
-def test_no_worker_at_all_is_an_error_that_names_the_model():
-    async def scene(setting: Setting) -> None:
-        loop = asyncio.get_running_loop()
-        before_s = loop.time()
-        with pytest.raises(Unavailable, match=r"model other: no worker was ready within 60 s; .*: tiny;"):
-            async with setting.dispatcher.open(make_request(model="other")):
+@scenario(config=RouterConfig(open_requests_max=2))
+async def test_open_requests_are_bounded_and_ids_are_unique(setting):
+    async with setting.dispatcher.open(make_request("a")) as a:
+        with pytest.raises(RequestError, match="a is under way already"):
+            async with setting.dispatcher.open(make_request("a")):
                 pass
-        assert loop.time() - before_s == pytest.approx(60.0)
-
-    run_scenario(scene)
-
-
-def test_open_requests_are_bounded_and_ids_are_unique():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request("a")) as a:
-            with pytest.raises(RequestError, match="a is under way already"):
-                async with setting.dispatcher.open(make_request("a")):
+        async with setting.dispatcher.open(make_request("b")) as b:
+            with pytest.raises(Overloaded, match="2 requests are under way") as caught:
+                async with setting.dispatcher.open(make_request("c")):
                     pass
-            async with setting.dispatcher.open(make_request("b")) as b:
-                with pytest.raises(Overloaded, match="2 requests are under way") as caught:
-                    async with setting.dispatcher.open(make_request("c")):
-                        pass
-                assert caught.value.retry_after_s
-                await finish(setting, b, "b")
-            await finish(setting, a, "a")
-
-    run_scenario(scene, config=RouterConfig(open_requests_max=2))
+            assert caught.value.retry_after_s
+            await finish(setting, b, "b")
+        await finish(setting, a, "a")
 
 
 @pytest.mark.slow
-def test_a_host_with_2048_streams_is_lost_and_each_of_them_goes_on():
+@scenario(num_workers=1)
+async def test_a_host_with_2048_streams_is_lost_and_each_of_them_goes_on(setting):
     """As many as a frontend takes; none is refused, and none goes on twice."""
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
@@ -609,108 +483,59 @@ def test_a_host_with_2048_streams_is_lost_and_each_of_them_goes_on():
     def of(request_id: str, token: int, finish: FinishReason | None = None) -> Delta:
         return Delta(request_id=RequestId(request_id), token_ids=pack_tokens([token]), finish_reason=finish)
 
-    async def scene(setting: Setting) -> None:
-        streams, first = 2048, setting.engines["w1"]
-        async with AsyncExitStack() as stack:
-            opened = [
-                await stack.enter_async_context(
-                    setting.dispatcher.open(make_request(f"r{n}", (n % 99, n // 99, 3)))
-                )
-                for n in range(streams)
-            ]
-            readings = [asyncio.ensure_future(read_all(stream)) for stream in opened]
-            await asyncio.sleep(0.1)
-            for token in (1, 2):
-                first.step(deltas=[of(request_id, token) for request_id in first.requests])
-            await settle()
-            second = await setting.add("w2")
-            setting.kill("w1")
-            await asyncio.sleep(0.03)
-            assert 200 < len(second.requests) < 400
-            await asyncio.sleep(1.2)
-            assert len(second.submitted) == len(second.requests) == streams
-            assert all(request.num_emitted == 2 for request in second.submitted)
-            second.step(deltas=[of(request_id, 9, FinishReason.STOP) for request_id in second.requests])
-            assert [await reading for reading in readings] == [[[1, 2], [9]]] * streams
-
-    run_scenario(scene, num_workers=1)
+    streams, first = 2048, setting.engines["w1"]
+    async with AsyncExitStack() as stack:
+        opened = [
+            await stack.enter_async_context(
+                setting.dispatcher.open(make_request(f"r{n}", (n % 99, n // 99, 3)))
+            )
+            for n in range(streams)
+        ]
+        readings = [asyncio.ensure_future(read_all(stream)) for stream in opened]
+        await asyncio.sleep(0.1)
+        for token in (1, 2):
+            first.step(deltas=[of(request_id, token) for request_id in first.requests])
+        await settle()
+        second = await setting.add("w2")
+        setting.kill("w1")
+        await asyncio.sleep(0.03)
+        assert 200 < len(second.requests) < 400
+        await asyncio.sleep(1.2)
+        assert len(second.submitted) == len(second.requests) == streams
+        assert all(request.num_emitted == 2 for request in second.submitted)
+        second.step(deltas=[of(request_id, 9, FinishReason.STOP) for request_id in second.requests])
+        assert [await reading for reading in readings] == [[[1, 2], [9]]] * streams
 
 
-def test_closing_the_dispatcher_ends_streams_clearly():
-    async def main() -> None:
-        async with MemoryCluster() as cluster:
-            engine = ManualEngine()
-            await cluster.start("w1", engine)
-            async with cluster.dispatcher() as dispatcher:
-                await asyncio.sleep(0.01)
-                stream = await dispatcher.open(make_request()).__aenter__()
-                reading = asyncio.ensure_future(anext(stream))
-                await settle()
-            with pytest.raises(Unavailable, match="shutting down"):
-                await reading
-            assert engine.aborted == ["r"]
-            await stream.__aexit__(None, None, None)
-
-    run_virtual(main())
-
-
-def test_an_error_in_the_caller_is_not_wrapped():
-    async def main() -> None:
-        async with MemoryCluster() as cluster:
-            with pytest.raises(ZeroDivisionError):
-                async with cluster.dispatcher():
-                    _ = 1 / 0
-
-    run_virtual(main())
-
-
-def test_credit_is_given_for_what_the_reader_took_from_this_worker():
-    async def scene(setting: Setting) -> None:
-        granted: list[int] = []
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            stream._attempt.connection.grant = lambda _, tokens: granted.append(tokens)
-            name = setting.holder()
-            setting.engines[name].emit("r", 1, 2)
-            await anext(stream)
-            assert granted == [2]
-            setting.engines[name].emit("r", 3, 4, 5)
-            await settle()
-            setting.kill(name)
-            await settle()
-            await anext(stream)
+@in_virtual_time
+async def test_closing_the_dispatcher_ends_streams_clearly():
+    async with MemoryCluster() as cluster:
+        engine = ManualEngine()
+        await cluster.start("w1", engine)
+        async with cluster.dispatcher() as dispatcher:
+            await asyncio.sleep(0.01)
+            stream = await dispatcher.open(make_request()).__aenter__()
             reading = asyncio.ensure_future(anext(stream))
-            await asyncio.sleep(0.5)
-            stream._attempt.connection.grant = lambda _, tokens: granted.append(tokens)
-            setting.engines[setting.holder()].emit("r", 6)
+            await settle()
+        with pytest.raises(Unavailable, match="shutting down"):
             await reading
-            assert granted == [2, 1]
-            await finish(setting, stream)
-
-    run_scenario(scene)
+        assert engine.aborted == ["r"]
+        await stream.__aexit__(None, None, None)
 
 
-def test_metrics_count_outcomes():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request("a")) as stream:
-            await finish(setting, stream, "a")
-        async with setting.dispatcher.open(make_request("b")):
+@scenario()
+async def test_metrics_count_outcomes(setting):
+    async with setting.dispatcher.open(make_request("a")) as stream:
+        await finish(setting, stream, "a")
+    async with setting.dispatcher.open(make_request("b")):
+        pass
+    with pytest.raises(RequestError):
+        async with setting.dispatcher.open(make_request("c")), setting.dispatcher.open(make_request("c")):
             pass
-        with pytest.raises(RequestError):
-            async with setting.dispatcher.open(make_request("c")), setting.dispatcher.open(make_request("c")):
-                pass
-        metrics = setting.dispatcher._shared.metrics
-        outcomes = {
-            sample.labels["outcome"]: sample.value
-            for family in metrics.requests.collect()
-            for sample in family.samples
-            if sample.name.endswith("_total")
-        }
-        assert outcomes == {"stop": 1, "cancelled": 2, "invalid_request_error": 1}
-        assert metrics.output_tokens._value.get() == 1
-        assert metrics.open_requests._value.get() == 0
-
-    run_scenario(scene)
+    for outcome, count in {"stop": 1, "cancelled": 2, "invalid_request_error": 1}.items():
+        assert setting.cluster.figure("requests_total", outcome=outcome) == count
+    assert setting.cluster.figure("output_tokens_total") == 1
+    assert setting.cluster.figure("open_requests") == 0
 
 
 @asynccontextmanager
@@ -725,66 +550,57 @@ async def replaced(setting: Setting, card: ModelCard) -> AsyncIterator[ManualEng
     await asyncio.sleep(10.0)  # its lease lapses
 
 
-def test_a_model_replaced_by_one_with_other_blocks_ends_what_has_tokens():
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            async with replaced(setting, small_card(block_size=8)):
-                setting.engines["w1"].emit("r", 1)
-                await anext(stream)
-            with pytest.raises(Unavailable, match="was replaced by one with other blocks"):
-                await anext(stream)
-
-    run_scenario(scene, num_workers=1)
+@scenario(num_workers=1)
+async def test_a_model_replaced_by_one_with_other_blocks_ends_what_has_tokens(setting):
+    async with setting.dispatcher.open(make_request()) as stream:
+        await settle()
+        async with replaced(setting, small_card(block_size=8)):
+            setting.engines["w1"].emit("r", 1)
+            await anext(stream)
+        with pytest.raises(Unavailable, match="was replaced by one with other blocks"):
+            await anext(stream)
 
 
 @pytest.mark.parametrize("changes", [{"block_size": 8}, {"salt": b"revision 2"}], ids=["blocks", "salt"])
-def test_a_request_without_tokens_goes_on_at_the_models_next_revision_by_its_hashes(changes):
-    async def scene(setting: Setting) -> None:
-        card = msgspec.structs.replace(small_card(), **changes)
-        sent = msgspec.structs.replace(make_request(), salt=small_card().salt + b"|cache_salt=t")
-        async with setting.dispatcher.open(sent) as stream:
-            await settle()
-            reading = asyncio.ensure_future(anext(stream))  # who reads sends it again
-            async with replaced(setting, card) as other:
-                pass
-            (request,) = other.requests.values()
-            assert request.salt == card.salt + b"|cache_salt=t"
-            expected = block_hashes(
-                unpack_tokens(request.token_ids),
-                card.block_size,
-                request.salt,
-                key=setting.dispatcher._shared.hash_key,
-            )
-            assert request.block_hashes == pack_hashes(expected)
-            other.emit("r", 5, finish=FinishReason.STOP)
-            assert (await reading).finish_reason is FinishReason.STOP
-
-    run_scenario(scene, num_workers=1)
-
-
-def test_a_request_prepared_for_a_former_revision_is_hashed_anew_or_refused_where_its_text_differs():
-    async def scene(setting: Setting) -> None:
-        former = small_card()
-        late = msgspec.structs.replace(make_request("late"), salt=former.salt)
-        card = msgspec.structs.replace(former, salt=b"revision 2")
-        async with replaced(setting, card):
+@scenario(num_workers=1)
+async def test_a_request_without_tokens_goes_on_at_the_models_next_revision_by_its_hashes(setting, changes):
+    card = msgspec.structs.replace(small_card(), **changes)
+    sent = msgspec.structs.replace(make_request(), salt=small_card().salt + b"|cache_salt=t")
+    async with setting.dispatcher.open(sent) as stream:
+        await settle()
+        reading = asyncio.ensure_future(anext(stream))  # who reads sends it again
+        async with replaced(setting, card) as other:
             pass
+        (request,) = other.requests.values()
+        assert request.salt == card.salt + b"|cache_salt=t"
+        expected = block_hashes(
+            unpack_tokens(request.token_ids),
+            card.block_size,
+            request.salt,
+            key=DEFAULT_KEY,
+        )
+        assert request.block_hashes == pack_hashes(expected)
+        other.emit("r", 5, finish=FinishReason.STOP)
+        assert (await reading).finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("is_text_alike", [True, False])
+@scenario(num_workers=1)
+async def test_a_request_prepared_for_a_former_revision_is_hashed_anew_or_refused_where_its_text_differs(
+    setting, is_text_alike
+):
+    former = small_card()
+    files = () if is_text_alike else (CardFile(name="tokenizer.json", sha256="0", size_bytes=1),)
+    async with replaced(setting, msgspec.structs.replace(former, salt=b"revision 2", files=files)) as other:
+        pass
+    late = msgspec.structs.replace(make_request("late"), salt=former.salt)
+    if is_text_alike:
         async with setting.dispatcher.open(late):
             await settle()
-            pool = setting.dispatcher._shared.fleet.pools[late.model]
-            assert pool.renewed(late).salt == b"revision 2"
-            present = msgspec.structs.replace(late, salt=b"revision 2")
-            assert pool.renewed(present) is present
-            stranger = msgspec.structs.replace(late, salt=b"of a gateway")
-            assert pool.renewed(stranger) is stranger
-            other_text = CardFile(name="tokenizer.json", sha256="0", size_bytes=1)
-            pool.card = msgspec.structs.replace(card, files=(other_text,))
-            with pytest.raises(Unavailable, match="another tokenizer or chat template"):
-                pool.renewed(late)
-            pool.card = card
-
-    run_scenario(scene, num_workers=1)
+            assert [request.salt for request in other.submitted] == [b"revision 2"]
+    else:
+        with pytest.raises(Unavailable, match="another tokenizer or chat template"):
+            await setting.dispatcher.open(late).__aenter__()
 
 
 async def spread_of_a_burst(config: RouterConfig) -> tuple[list[int], list[Dispatcher]]:
@@ -806,14 +622,11 @@ async def spread_of_a_burst(config: RouterConfig) -> tuple[list[int], list[Dispa
             spread = sorted(len(engine.requests) for engine in engines)
             for dispatcher in dispatchers:
                 dispatcher.check()
-            stale_routes = sum(d._shared.metrics.stale_routes._value.get() for d in dispatchers)
-            for dispatcher in dispatchers:
-                metrics = dispatcher._shared.metrics
-                assert metrics.prompt_tokens._value.get() == 2 * len(PROMPT), "however often they were sent"
-                assert metrics.decided("kv", "no_prefix")._value.get() == 2
+            assert cluster.figure("prompt_tokens_total") == 8 * len(PROMPT), "however often they were sent"
+            assert cluster.figure("decisions_total", policy="kv", reason="no_prefix") == 8
             for task in tasks:
                 task.cancel()
-        return spread, stale_routes
+        return spread, cluster.figure("stale_routes_total")
 
 
 async def read_one(stream: OpenRequest) -> None:
@@ -835,22 +648,16 @@ def test_a_request_that_was_outrun_often_enough_stays():
     assert stale_routes == 0
 
 
-def test_a_router_hears_of_its_peers_requests_and_of_how_many_come():
-    async def scene(setting: Setting) -> None:
-        async with setting.cluster.dispatcher() as other:
-            await asyncio.sleep(0.01)
-            async with setting.dispatcher.open(make_request("a")):
-                await settle()
-                name = setting.holder("a")
-                (load,) = (view.load for view in other.workers() if view.name == name)
-                assert (load["peers"], load["peer_requests"], load["peer_prefill_tokens"]) == (
-                    1,
-                    1,
-                    len(PROMPT),
-                )
-                assert other._shared.fleet.pools["tiny"].traffic.rate_per_s(0.0) > 0
-            await asyncio.sleep(0.1)
-            for dispatcher in (other, setting.dispatcher):
-                assert not any(view.load["peer_requests"] for view in dispatcher.workers())
-
-    run_scenario(scene)
+@scenario()
+async def test_a_router_hears_of_its_peers_requests(setting):
+    async with setting.cluster.dispatcher() as other:
+        await asyncio.sleep(0.01)
+        async with setting.dispatcher.open(make_request("a")):
+            await settle()
+            name = setting.holder("a")
+            (load,) = (view.load for view in other.workers() if view.name == name)
+            told = (load["peers"], load["peer_requests"], load["peer_prefill_tokens"])
+            assert told == (1, 1, len(PROMPT))
+        await asyncio.sleep(0.1)
+        for dispatcher in (other, setting.dispatcher):
+            assert not any(view.load["peer_requests"] for view in dispatcher.workers())

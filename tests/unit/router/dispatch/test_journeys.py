@@ -6,80 +6,53 @@ import pytest
 
 from tests.support import kv_transfer_scene
 from tests.support.kv_transfer import tiny_request, whole_answer
-from tests.support.scene import make_request, run_scenario, settle
+from tests.support.scene import make_request, scenario, settle
 
 
-def test_a_request_under_way_comes_first_and_its_times_grow():
-    async def scene(cluster, dispatcher, engines):
-        async with dispatcher.open(make_request("one-0")) as stream:
-            await settle()
-            await asyncio.sleep(0.5)
-            (journey,) = dispatcher.latest_journeys(9)
-            assert (journey.request_id, journey.outcome, journey.cached_tokens) == ("one-0", None, None)
-            assert journey.seconds == pytest.approx(0.5)
-            (leg,) = journey.legs
-            assert (leg.part, leg.first_token_s, leg.ended_s) == ("whole", None, None)
-            engines[leg.worker].emit("one-0", 7, cached_tokens=8)
-            await anext(stream)
-            await asyncio.sleep(0.25)
-            (journey,) = dispatcher.journeys("one")
-            assert (journey.cached_tokens, journey.output_tokens, journey.prompt_tokens) == (8, 1, 21)
-            assert journey.legs[0].first_token_s == pytest.approx(0.5, abs=0.01)
-        await asyncio.sleep(1.0)
+@scenario()
+async def test_a_request_under_way_comes_first_and_its_times_grow(cluster, dispatcher, engines):
+    async with dispatcher.open(make_request("one-0")) as stream:
+        await settle()
+        await asyncio.sleep(0.5)
         (journey,) = dispatcher.latest_journeys(9)
-        assert journey.outcome == "cancelled"
-        assert journey.seconds == pytest.approx(0.75, abs=0.01)
-        assert journey.age_s == pytest.approx(1.75, abs=0.01)
-        assert journey.legs[0].ended_s == pytest.approx(0.75, abs=0.01)
-
-    run_scenario(scene)
-
-
-def test_a_request_whose_worker_is_lost_has_a_leg_for_each_worker():
-    async def scene(cluster, dispatcher, engines):
-        async with dispatcher.open(make_request("r")) as stream:
-            await settle()
-            first = dispatcher.journeys("r")[0].legs[0].worker
-            engines[first].emit("r", 7, cached_tokens=0)
-            await anext(stream)
-            cluster.kill(first)
-            reading = asyncio.ensure_future(anext(stream))
-            await asyncio.sleep(0.5)
-            (journey,) = dispatcher.journeys("r")
-            one, other = journey.legs
-            assert (one.worker, one.part) == (first, "whole")
-            assert (other.worker != first, other.part, other.first_token_s) == (True, "whole", None)
-            assert one.ended_s <= other.sent_s
-            assert journey.migrations == 1
-            reading.cancel()
-
-    run_scenario(scene)
+        assert (journey.request_id, journey.outcome, journey.cached_tokens) == ("one-0", None, None)
+        assert journey.seconds == pytest.approx(0.5)
+        (leg,) = journey.legs
+        assert (leg.part, leg.first_token_s, leg.ended_s) == ("whole", None, None)
+        engines[leg.worker].emit("one-0", 7, cached_tokens=8)
+        await anext(stream)
+        await asyncio.sleep(0.25)
+        (journey,) = dispatcher.journeys("one")
+        assert (journey.cached_tokens, journey.output_tokens, journey.prompt_tokens) == (8, 1, 21)
+        assert journey.legs[0].first_token_s == pytest.approx(0.5, abs=0.01)
+    await asyncio.sleep(1.0)
+    (journey,) = dispatcher.latest_journeys(9)
+    assert journey.outcome == "cancelled"
+    assert journey.seconds == pytest.approx(0.75, abs=0.01)
+    assert journey.age_s == pytest.approx(1.75, abs=0.01)
+    assert journey.legs[0].ended_s == pytest.approx(0.75, abs=0.01)
 
 
-def test_the_latest_are_few_and_the_newest_first():
-    async def scene(cluster, dispatcher, engines):
-        for number in range(300):
-            async with dispatcher.open(make_request(f"r{number}")):
-                pass
-        assert [each.request_id for each in dispatcher.latest_journeys(3)] == ["r299", "r298", "r297"]
-        assert len(dispatcher.latest_journeys(1000)) == 256
-        assert dispatcher.journeys("r0") == ()
-        async with dispatcher.open(make_request("a")), dispatcher.open(make_request("b")):
-            assert [each.request_id for each in dispatcher.latest_journeys(3)] == ["b", "a", "r299"]
-            assert [each.request_id for each in dispatcher.latest_journeys(1)] == ["b"]
-
-    run_scenario(scene)
+@scenario()
+async def test_the_latest_are_few_and_the_newest_first(cluster, dispatcher, engines):
+    for number in range(300):
+        async with dispatcher.open(make_request(f"r{number}")):
+            pass
+    assert [each.request_id for each in dispatcher.latest_journeys(3)] == ["r299", "r298", "r297"]
+    assert len(dispatcher.latest_journeys(1000)) == 256
+    assert dispatcher.journeys("r0") == ()
+    async with dispatcher.open(make_request("a")), dispatcher.open(make_request("b")):
+        assert [each.request_id for each in dispatcher.latest_journeys(3)] == ["b", "a", "r299"]
+        assert [each.request_id for each in dispatcher.latest_journeys(1)] == ["b"]
 
 
-def test_a_disaggregated_request_has_a_prefill_and_a_decode_leg():
-    async def scene(cluster, dispatcher):
-        await whole_answer(dispatcher, tiny_request("chat-0", 100, 5, seed=1))
-        (journey,) = dispatcher.journeys("chat")
-        prefill, decode = journey.legs
-        assert [(leg.worker, leg.part) for leg in journey.legs] == [("p0", "prefill"), ("d0", "decode")]
-        assert prefill.first_token_s <= decode.sent_s <= decode.first_token_s <= decode.ended_s
-        assert prefill.ended_s <= decode.sent_s
-        assert journey.outcome in {"stop", "length"}
-        assert journey.output_tokens == 5
-
-    kv_transfer_scene.run_scenario(scene)
+@kv_transfer_scene.scenario()
+async def test_a_disaggregated_request_has_a_prefill_and_a_decode_leg(cluster, dispatcher):
+    await whole_answer(dispatcher, tiny_request("chat-0", 100, 5, seed=1))
+    (journey,) = dispatcher.journeys("chat")
+    prefill, decode = journey.legs
+    assert [(leg.worker, leg.part) for leg in journey.legs] == [("p0", "prefill"), ("d0", "decode")]
+    assert prefill.first_token_s <= decode.sent_s <= decode.first_token_s <= decode.ended_s
+    assert prefill.ended_s <= decode.sent_s
+    assert journey.outcome in {"stop", "length"}
+    assert journey.output_tokens == 5

@@ -1,7 +1,6 @@
 """What a request has come to, and how it would go on elsewhere."""
 
 import msgspec
-import pytest
 
 from penstock.core.errors import EngineError, RequestError
 from penstock.core.hashing import block_hashes
@@ -54,29 +53,6 @@ def test_each_move_sends_the_prompt_all_tokens_and_their_hashes():
     assert progress.output_tokens == 8
 
 
-def test_a_prompt_shorter_than_a_block_gets_its_hashes_when_it_has_grown():
-    progress = Progress(make_request([1]), small_card(), KEY)
-    assert progress.request().block_hashes == b""
-    progress.add(make_delta(2, 3, 4))
-    expected = pack_hashes(block_hashes([1, 2, 3, 4], 4, b"s", key=KEY))
-    assert progress.request().block_hashes == expected
-
-
-def test_a_request_that_brings_tokens_along_counts_them_as_output():
-    progress = Progress(make_request([1, 2, 3], num_emitted=2), small_card(), KEY)
-    assert (progress.prompt_tokens, progress.output_tokens) == (1, 2)
-    progress.add(make_delta(4))
-    assert progress.request().num_emitted == 3
-
-
-def test_hashes_that_came_along_are_kept():
-    hashes = pack_hashes(block_hashes([1, 2, 3, 4, 5], 4, b"s", key=KEY))
-    progress = Progress(make_request([1, 2, 3, 4, 5], hashes=hashes), small_card(), KEY)
-    assert progress.request().block_hashes == hashes
-    with pytest.raises(RequestError, match="got 1 for 3 tokens, expected 0"):
-        Progress(make_request([1, 2, 3], hashes=hashes), small_card(), KEY)
-
-
 def test_unread_deltas_are_merged_with_everything_in_them():
     progress = Progress(make_request([1]), small_card(), KEY)
     logprobs = [TokenLogprob(token_id=t, logprob=-1.0) for t in (5, 6, 7)]
@@ -90,15 +66,6 @@ def test_unread_deltas_are_merged_with_everything_in_them():
     assert delta.finish_reason is FinishReason.STOP
     assert not progress.unread
     assert progress.taken_tokens == 3
-
-
-def test_only_the_first_worker_says_what_was_cached():
-    progress = Progress(make_request([1]), small_card(), KEY)
-    progress.add(make_delta(5, cached_tokens=4))
-    progress.take()
-    progress.add(make_delta(6, cached_tokens=8))
-    assert progress.take().cached_tokens is None
-    assert progress.cached_tokens == 4
 
 
 def test_an_error_is_not_for_the_reader_but_the_tokens_beside_it_are():

@@ -8,9 +8,8 @@ from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.router.dispatch.progress import Progress
-from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
+from tests.support.scenes import in_virtual_time
 
 PROMPT = [(7 * place) % 300 + 5 for place in range(60)]
 SHAPE = RunnerInfo(num_blocks=200, block_size=4, context_length=400, vocab_size=1000)
@@ -43,41 +42,35 @@ def check(parts: list[PromptLogprobs]) -> None:
     assert token_ids == PROMPT[1:]
 
 
-def test_a_worker_lost_amid_the_prompt_costs_no_token_and_repeats_none() -> None:
-    async def main() -> None:
-        scheduler = SchedulerConfig(max_batch_tokens=8)
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            for name in ("w1", "w2"):
-                await cluster.start(name, mock_engine(SHAPE, MockConfig(speedup=1), scheduler))
-            await asyncio.sleep(0.01)
-            whole, parts = await read(dispatcher.open(make_request("a")))
-            check(parts)
-            assert len(parts) == 8, "one for each chunk"
+@in_virtual_time
+async def test_a_worker_lost_amid_the_prompt_costs_no_token_and_repeats_none():
+    scheduler = SchedulerConfig(max_batch_tokens=8)
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        for name in ("w1", "w2"):
+            await cluster.start(name, mock_engine(SHAPE, MockConfig(speedup=1), scheduler))
+        await asyncio.sleep(0.01)
+        whole, parts = await read(dispatcher.open(make_request("a")))
+        check(parts)
+        assert len(parts) == 8, "one for each chunk"
 
-            reading = asyncio.ensure_future(read(dispatcher.open(make_request("b"))))
-            await asyncio.sleep(0.014)
-            (busy,) = (view.name for view in dispatcher.workers() if view.open_requests)
-            cluster.kill(busy)
-            tokens, parts = await reading
-            assert tokens == whole
-            check(parts)
-
-    run_virtual(main())
+        reading = asyncio.ensure_future(read(dispatcher.open(make_request("b"))))
+        await asyncio.sleep(0.014)
+        (busy,) = (view.name for view in dispatcher.workers() if view.open_requests)
+        cluster.kill(busy)
+        tokens, parts = await reading
+        assert tokens == whole
+        check(parts)
 
 
-def test_a_cached_prefix_draws_no_request_whose_prompt_is_computed_anyway() -> None:
-    async def main() -> None:
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            for name in ("w1", "w2"):
-                await cluster.start(name, mock_engine(SHAPE, MockConfig(speedup=1)))
-            await asyncio.sleep(0.01)
-            await read(dispatcher.open(make_request("a", None)))
-            await asyncio.sleep(1)
-            router, pool = dispatcher._shared.router, dispatcher._shared.fleet.pools["tiny"]
-            for request, blocks in ((make_request("b", None), 15), (make_request("c"), 0)):
-                hashed = Progress(request, pool.card, dispatcher._shared.hash_key).request()
-                scored = router.score(hashed, set())
-                assert scored is not None
-                assert scored.context.overlap_blocks.max() == blocks
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_cached_prefix_draws_no_request_whose_prompt_is_computed_anyway():
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        for name in ("w1", "w2"):
+            await cluster.start(name, mock_engine(SHAPE, MockConfig(speedup=1)))
+        await asyncio.sleep(0.01)
+        await read(dispatcher.open(make_request("a", None)))
+        await asyncio.sleep(1)
+        for request, blocks in ((make_request("b", None), 15), (make_request("c"), 0)):
+            async with dispatcher.open(request):
+                (decision,) = dispatcher.explain(request.request_id)
+                assert max(each.overlap_blocks for each in decision.candidates) == blocks

@@ -7,7 +7,7 @@ import pytest
 from penstock.core.errors import DeadlineExceeded
 from penstock.core.types.requests import Delta, FinishReason
 from penstock.router.dispatch.open_request import OpenRequest
-from tests.unit.router.dispatch.test_dispatcher import Setting, ids, make_request, run_scenario, settle
+from tests.unit.router.dispatch.test_dispatcher import ids, make_request, scenario, settle
 
 
 class Taken:
@@ -33,173 +33,83 @@ class Taken:
         return self.holds.wait if count == self.holds_after else None
 
 
-def test_deltas_are_taken_as_they_arrive_and_without_the_readers_task() -> None:
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            taken = Taken(stream)
-            running = asyncio.create_task(stream.run(taken))
-            await settle()
-            for token in (1, 2, 3):
-                engine.emit("r", token)
-                await settle()
-            assert taken.deltas == [[1], [2], [3]]
-            assert running not in taken.tasks
-            engine.emit("r", 4, finish=FinishReason.LENGTH)
-            await running
-        assert taken.deltas == [[1], [2], [3], [4]]
-
-    run_scenario(scene, 1)
-
-
-def test_what_came_before_it_runs_comes_as_one() -> None:
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            engine.emit("r", 1)
-            engine.emit("r", 2, finish=FinishReason.STOP)
-            await settle()
-            taken = Taken(stream)
-            await stream.run(taken)
-        assert taken.deltas == [[1, 2]]
-
-    run_scenario(scene, 1)
-
-
-def test_deltas_are_merged_while_the_sink_waits() -> None:
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            taken = Taken(stream)
-            taken.holds_after = 1
-            running = asyncio.create_task(stream.run(taken))
-            for token in (1, 2, 3):
-                engine.emit("r", token)
-                await settle()
-            assert taken.deltas == [[1]]
-            taken.holds.set()
-            await settle()
-            assert taken.deltas == [[1], [2, 3]]
-            taken.holds.clear()
-            taken.holds_after = 3
-            engine.emit("r", 4)
-            await settle()
-            engine.emit("r", 5, finish=FinishReason.LENGTH)
-            await settle()
-            assert not running.done(), "the end waits as well"
-            taken.holds.set()
-            await running
-        assert taken.deltas == [[1], [2, 3], [4], [5]]
-
-    run_scenario(scene, 1)
-
-
-def test_a_sink_that_stops_gets_no_more_and_the_worker_is_told() -> None:
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            taken = Taken(stream)
-            taken.stops_after = 2
-            running = asyncio.create_task(stream.run(taken))
-            await settle()
-            for token in (1, 2):
-                engine.emit("r", token)
-                await settle()
-            await running
+@scenario(1)
+async def test_deltas_are_taken_as_they_arrive_and_without_the_readers_task(setting):
+    async with setting.dispatcher.open(make_request()) as stream:
         await settle()
-        assert taken.deltas == [[1], [2]]
-        assert not engine.requests, "aborted"
-
-    run_scenario(scene, 1)
-
-
-def test_what_a_sink_raises_ends_its_request_and_no_other() -> None:
-    async def scene(setting: Setting) -> None:
-        async def read(request_id: str, fails_after: int | None) -> list[list[int]]:
-            async with setting.dispatcher.open(make_request(request_id)) as stream:
-                taken = Taken(stream)
-                taken.fails_after = fails_after
-                await stream.run(taken)
-            return taken.deltas
-
-        failing = asyncio.create_task(read("a", 2))
-        whole = asyncio.create_task(read("b", None))
+        engine = setting.engines[setting.holder()]
+        taken = Taken(stream)
+        running = asyncio.create_task(stream.run(taken))
         await settle()
-        (engine,) = setting.engines.values()
         for token in (1, 2, 3):
-            for request_id in ("a", "b"):
-                if request_id in engine.requests:
-                    engine.emit(request_id, token)
+            engine.emit("r", token)
             await settle()
-        with pytest.raises(ConnectionResetError, match="the client is gone"):
-            await failing
+        assert taken.deltas == [[1], [2], [3]]
+        assert running not in taken.tasks
+        engine.emit("r", 4, finish=FinishReason.LENGTH)
+        await running
+    assert taken.deltas == [[1], [2], [3], [4]]
+
+
+@scenario(1)
+async def test_deltas_are_merged_while_the_sink_waits(setting):
+    async with setting.dispatcher.open(make_request()) as stream:
         await settle()
-        assert list(engine.requests) == ["b"]
-        engine.emit("b", 4, finish=FinishReason.LENGTH)
-        assert await whole == [[1], [2], [3], [4]]
-
-    run_scenario(scene, 1)
-
-
-def test_a_run_goes_on_at_another_worker() -> None:
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
+        engine = setting.engines[setting.holder()]
+        taken = Taken(stream)
+        taken.holds_after = 1
+        running = asyncio.create_task(stream.run(taken))
+        for token in (1, 2, 3):
+            engine.emit("r", token)
             await settle()
-            lost = setting.holder()
-            setting.engines[lost].emit("r", 1)
-            taken = Taken(stream)
-            running = asyncio.create_task(stream.run(taken))
-            await settle()
-            setting.kill(lost)
-            await asyncio.sleep(1.0)
-            engine = setting.engines[setting.holder()]
-            engine.emit("r", 2)
-            engine.emit("r", 3, finish=FinishReason.LENGTH)
-            await running
-        assert [token for delta in taken.deltas for token in delta] == [1, 2, 3]
-        assert stream.migrations == 1
-
-    run_scenario(scene)
-
-
-def test_a_deadline_ends_a_run_also_while_its_sink_waits() -> None:
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request(deadline_s=5.0)) as stream:
-            await settle()
-            setting.engines[setting.holder()].emit("r", 1)
-            taken = Taken(stream)
-            with pytest.raises(DeadlineExceeded, match="5 s have passed"):
-                await stream.run(taken)
         assert taken.deltas == [[1]]
+        taken.holds.set()
+        await settle()
+        assert taken.deltas == [[1], [2, 3]]
+        taken.holds.clear()
+        taken.holds_after = 3
+        engine.emit("r", 4)
+        await settle()
+        engine.emit("r", 5, finish=FinishReason.LENGTH)
+        await settle()
+        assert not running.done(), "the end waits as well"
+        taken.holds.set()
+        await running
+    assert taken.deltas == [[1], [2, 3], [4], [5]]
 
-    run_scenario(scene, 1)
 
-
-def test_a_slow_sink_gives_the_worker_no_more_credit() -> None:
-    async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request(max_tokens=10_000)) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
+@scenario(1)
+async def test_what_a_sink_raises_ends_its_request_and_no_other(setting):
+    async def read(request_id: str, fails_after: int | None) -> list[list[int]]:
+        async with setting.dispatcher.open(make_request(request_id)) as stream:
             taken = Taken(stream)
-            taken.holds_after = 1
-            running = asyncio.create_task(stream.run(taken))
-            await settle()
-            for token in range(5_000):
-                if "r" not in engine.requests:
-                    break
-                engine.emit("r", token)
-                if token % 100 == 0:
-                    await settle()
-            await settle()
-            unread = sum(len(delta.token_ids) // 4 for delta in stream._progress.unread)
-            assert len(taken.deltas) == 1
-            assert unread <= 2_100, "the window of a connection"
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
+            taken.fails_after = fails_after
+            await stream.run(taken)
+        return taken.deltas
 
-    run_scenario(scene, 1)
+    failing = asyncio.create_task(read("a", 2))
+    whole = asyncio.create_task(read("b", None))
+    await settle()
+    (engine,) = setting.engines.values()
+    for token in (1, 2, 3):
+        for request_id in ("a", "b"):
+            if request_id in engine.requests:
+                engine.emit(request_id, token)
+        await settle()
+    with pytest.raises(ConnectionResetError, match="the client is gone"):
+        await failing
+    await settle()
+    assert list(engine.requests) == ["b"]
+    engine.emit("b", 4, finish=FinishReason.LENGTH)
+    assert await whole == [[1], [2], [3], [4]]
+
+
+@scenario(1)
+async def test_a_deadline_ends_a_run_also_while_its_sink_waits(setting):
+    async with setting.dispatcher.open(make_request(deadline_s=5.0)) as stream:
+        await settle()
+        setting.engines[setting.holder()].emit("r", 1)
+        taken = Taken(stream)
+        with pytest.raises(DeadlineExceeded, match="5 s have passed"):
+            await stream.run(taken)
+    assert taken.deltas == [[1]]

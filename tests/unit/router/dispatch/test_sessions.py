@@ -5,17 +5,17 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from penstock.core.errors import RequestError, Unavailable
+from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
 from penstock.core.types.kv.actions import KvEvict, KvList, KvPin, KvUnpin
 from penstock.core.types.requests import SessionAction, SessionControl
 from penstock.core.wire import pack_hashes
 from penstock.router.config import RouterConfig
-from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import tiny_engine, tiny_request, whole_answer
-from tests.support.kv_transfer_scene import run_scenario
+from tests.support.kv_transfer_scene import run_scenario, scenario
 from tests.support.manual_engine import ManualEngine
+from tests.support.scenes import in_virtual_time
 
 OPEN = SessionControl(action=SessionAction.OPEN, ttl_s=20)
 CLOSE = SessionControl(action=SessionAction.CLOSE)
@@ -37,138 +37,100 @@ def worker_of(dispatcher, request_id):
     return dispatcher.explain(request_id)[-1].worker
 
 
-def test_a_session_stays_at_one_worker_under_any_policy():
-    async def scene(cluster, dispatcher):
-        await whole_answer(dispatcher, ask("first", OPEN))
-        (keeper,) = keepers(cluster)
-        for number in range(5):
-            await whole_answer(dispatcher, ask(f"other{number}", session=None, seed=number))
-            await whole_answer(dispatcher, ask(f"next{number}"))
-            assert worker_of(dispatcher, f"next{number}") == keeper
-            assert dispatcher.explain(f"next{number}")[-1].reason == "session"
-        await whole_answer(dispatcher, ask("last", CLOSE))
-        assert keepers(cluster) == []
-        after = {
-            worker_of(dispatcher, f"after{n}")
-            for n in range(2)
-            if await whole_answer(dispatcher, ask(f"after{n}"))
-        }
-        assert len(after) == 2
-
-    run_scenario(scene, TWO, router=ROUND_ROBIN)
+@scenario(TWO, router=ROUND_ROBIN)
+async def test_a_session_stays_at_one_worker_under_any_policy(cluster, dispatcher):
+    await whole_answer(dispatcher, ask("first", OPEN))
+    (keeper,) = keepers(cluster)
+    for number in range(5):
+        await whole_answer(dispatcher, ask(f"other{number}", session=None, seed=number))
+        await whole_answer(dispatcher, ask(f"next{number}"))
+        assert worker_of(dispatcher, f"next{number}") == keeper
+        assert dispatcher.explain(f"next{number}")[-1].reason == "session"
+    await whole_answer(dispatcher, ask("last", CLOSE))
+    assert keepers(cluster) == []
+    after = {
+        worker_of(dispatcher, f"after{n}")
+        for n in range(2)
+        if await whole_answer(dispatcher, ask(f"after{n}"))
+    }
+    assert len(after) == 2
 
 
-def test_a_refused_ttl_does_not_spoil_the_sessions_later_requests():
+@scenario(TWO, router=ROUND_ROBIN)
+async def test_a_refused_ttl_does_not_spoil_the_sessions_later_requests(cluster, dispatcher):
     forever = SessionControl(action=SessionAction.OPEN, ttl_s=1e308)
-
-    async def scene(cluster, dispatcher):
-        with pytest.raises(RequestError, match=r"session\.ttl_s: must be <= 3600"):
-            await whole_answer(dispatcher, ask("wrong", forever))
-        await whole_answer(dispatcher, ask("without"))
-        assert keepers(cluster) == []
-        await whole_answer(dispatcher, ask("right", OPEN))
-        (keeper,) = keepers(cluster)
-        with pytest.raises(RequestError):
-            await whole_answer(dispatcher, ask("wrong again", forever))
-        await whole_answer(dispatcher, ask("next"))
-        assert worker_of(dispatcher, "next") == keeper
-
-    run_scenario(scene, TWO, router=ROUND_ROBIN)
+    with pytest.raises(RequestError, match=r"session\.ttl_s: must be <= 3600"):
+        await whole_answer(dispatcher, ask("wrong", forever))
+    await whole_answer(dispatcher, ask("without"))
+    assert keepers(cluster) == []
+    await whole_answer(dispatcher, ask("right", OPEN))
+    (keeper,) = keepers(cluster)
+    with pytest.raises(RequestError):
+        await whole_answer(dispatcher, ask("wrong again", forever))
+    await whole_answer(dispatcher, ask("next"))
+    assert worker_of(dispatcher, "next") == keeper
 
 
-def test_a_session_of_a_lost_worker_goes_on_at_another_that_keeps_it_too():
-    async def scene(cluster, dispatcher):
-        text, *_ = await whole_answer(dispatcher, ask("first", OPEN))
-        (keeper,) = keepers(cluster)
-        cluster.kill(keeper)
-        assert (await whole_answer(dispatcher, ask("second")))[0] == text
-        (other,) = keepers(cluster)
-        assert other != keeper
-
-    run_scenario(scene, TWO, router=ROUND_ROBIN)
+@scenario(TWO, router=ROUND_ROBIN)
+async def test_a_session_of_a_lost_worker_goes_on_at_another_that_keeps_it_too(cluster, dispatcher):
+    text, *_ = await whole_answer(dispatcher, ask("first", OPEN))
+    (keeper,) = keepers(cluster)
+    cluster.kill(keeper)
+    assert (await whole_answer(dispatcher, ask("second")))[0] == text
+    (other,) = keepers(cluster)
+    assert other != keeper
 
 
-def test_another_frontends_requests_find_the_session_by_its_prefix():
-    async def scene(cluster, dispatcher):
-        await whole_answer(dispatcher, ask("first", OPEN))
-        (keeper,) = keepers(cluster)
-        async with cluster.dispatcher(RouterConfig()) as other:
-            await other.looked()
-            await asyncio.sleep(0.2)
-            await whole_answer(other, ask("second"))
-            assert worker_of(other, "second") == keeper
-            assert keepers(cluster) == [keeper]
-
-    run_scenario(scene, TWO, router=ROUND_ROBIN)
+@scenario(("p0", "d0"))
+async def test_the_decode_worker_keeps_a_sessions_kv(cluster, dispatcher):
+    await whole_answer(dispatcher, ask("first", OPEN))
+    await whole_answer(dispatcher, ask("second", seed=1))
+    assert keepers(cluster) == ["d0"]
+    assert cluster.engine("d0").load().sessions.pinned_blocks > 12
+    await asyncio.sleep(21)
+    assert keepers(cluster) == []
 
 
-def test_the_decode_worker_keeps_a_sessions_kv():
-    async def scene(cluster, dispatcher):
-        await whole_answer(dispatcher, ask("first", OPEN))
-        await whole_answer(dispatcher, ask("second", seed=1))
-        assert keepers(cluster) == ["d0"]
-        assert cluster.engine("d0").load().sessions.pinned_blocks > 12
-        await asyncio.sleep(21)
-        assert keepers(cluster) == []
-
-    run_scenario(scene, ("p0", "d0"))
-
-
-def test_operators_act_on_one_worker_or_on_all():
-    async def scene(cluster, dispatcher):
-        request = tiny_request("first")
-        await whole_answer(dispatcher, request)
-        holder = worker_of(dispatcher, "first")
-        hashes = pack_hashes(block_hashes(request.token_ids, 4, request.salt).ravel())
-        pinned = {
-            acted.worker: acted.blocks
-            for acted in await dispatcher.act_on_kv(KvPin(name="p", block_hashes=hashes, ttl_s=5), None)
-        }
-        assert pinned == {name: 12 if name == holder else 0 for name in TWO}
-        listed = {acted.worker: acted.held for acted in await dispatcher.act_on_kv(KvList(), None)}
-        assert [held.name for held in listed[holder]] == ["p"]
-        (acted,) = await dispatcher.act_on_kv(KvUnpin(name="p"), holder)
-        assert (acted.worker, acted.blocks) == (holder, 12)
-        with pytest.raises(RequestError, match="no pin 'p' here") as caught:
-            await dispatcher.act_on_kv(KvUnpin(name="p"), None)
-        assert caught.value.http_status == 404
-        with pytest.raises(RequestError, match="there is no worker 'nobody'; known: a0, a1"):
-            await dispatcher.act_on_kv(KvList(), "nobody")
-        (acted,) = await dispatcher.act_on_kv(KvEvict(block_hashes=hashes), holder)
-        assert acted.blocks == 12
-        await asyncio.sleep(0.2)
-        await whole_answer(dispatcher, tiny_request("again"))
-
-    run_scenario(scene, TWO, router=ROUND_ROBIN)
+@scenario(TWO, router=ROUND_ROBIN)
+async def test_operators_act_on_one_worker_or_on_all(cluster, dispatcher):
+    request = tiny_request("first")
+    await whole_answer(dispatcher, request)
+    holder = worker_of(dispatcher, "first")
+    hashes = pack_hashes(block_hashes(request.token_ids, 4, request.salt).ravel())
+    pinned = {
+        acted.worker: acted.blocks
+        for acted in await dispatcher.act_on_kv(KvPin(name="p", block_hashes=hashes, ttl_s=5), None)
+    }
+    assert pinned == {name: 12 if name == holder else 0 for name in TWO}
+    listed = {acted.worker: acted.held for acted in await dispatcher.act_on_kv(KvList(), None)}
+    assert [held.name for held in listed[holder]] == ["p"]
+    (acted,) = await dispatcher.act_on_kv(KvUnpin(name="p"), holder)
+    assert (acted.worker, acted.blocks) == (holder, 12)
+    with pytest.raises(RequestError, match="no pin 'p' here") as caught:
+        await dispatcher.act_on_kv(KvUnpin(name="p"), None)
+    assert caught.value.http_status == 404
+    with pytest.raises(RequestError, match="there is no worker 'nobody'; known: a0, a1"):
+        await dispatcher.act_on_kv(KvList(), "nobody")
+    (acted,) = await dispatcher.act_on_kv(KvEvict(block_hashes=hashes), holder)
+    assert acted.blocks == 12
+    await asyncio.sleep(0.2)
+    await whole_answer(dispatcher, tiny_request("again"))
 
 
-def test_engines_without_a_cache_of_ours_refuse_in_one_line():
-    async def main():
-        async with MemoryCluster() as cluster:
-            await cluster.start("manual", ManualEngine())
-            async with cluster.dispatcher() as dispatcher:
-                await dispatcher.serving()
-                with pytest.raises(RequestError, match="has no KV cache that operators can manage") as caught:
-                    await dispatcher.act_on_kv(KvList(), None)
-                assert caught.value.http_status == 409
-                await cluster.start("mock", tiny_engine())
-                await asyncio.sleep(0.1)
-                acted = {each.worker: each.problem for each in await dispatcher.act_on_kv(KvList(), None)}
-                assert acted["mock"] is None
-                assert "\n" not in acted["manual"]
-
-    run_virtual(main())
-
-
-def test_an_expected_length_enters_the_price_of_what_is_still_to_come():
-    async def scene(cluster, dispatcher):
-        request = replace(tiny_request("r", max_tokens=100), expected_output_tokens=300, num_emitted=40)
-        context = dispatcher._shared.router.score(request).context
-        assert (context.output_tokens, context.own_output_tokens) == (60.0, 60.0)
-        context = dispatcher._shared.router.score(tiny_request("s")).context
-        assert (context.output_tokens, context.own_output_tokens) == (None, context.mean_output_tokens)
-
-    run_scenario(scene, TWO, router=RouterConfig())
+@in_virtual_time
+async def test_engines_without_a_cache_of_ours_refuse_in_one_line():
+    async with MemoryCluster() as cluster:
+        await cluster.start("manual", ManualEngine())
+        async with cluster.dispatcher() as dispatcher:
+            await dispatcher.serving()
+            with pytest.raises(RequestError, match="has no KV cache that operators can manage") as caught:
+                await dispatcher.act_on_kv(KvList(), None)
+            assert caught.value.http_status == 409
+            await cluster.start("mock", tiny_engine())
+            await asyncio.sleep(0.1)
+            acted = {each.worker: each.problem for each in await dispatcher.act_on_kv(KvList(), None)}
+            assert acted["mock"] is None
+            assert "\n" not in acted["manual"]
 
 
 @pytest.mark.parametrize(("stay_s", "stays"), [(0.0, False), (100.0, True)])
@@ -186,25 +148,3 @@ def test_a_session_moves_where_staying_costs_too_much(stay_s, stays):
             assert len(keepers(cluster)) == 1
 
     run_scenario(scene, TWO, router=RouterConfig(session_stay_s=stay_s))
-
-
-@pytest.mark.parametrize("error", [Unavailable("gone"), ConnectionResetError("cut"), ValueError("a bug")])
-def test_a_session_that_leaves_a_worker_does_no_harm_whatever_that_worker_does(error, monkeypatch):
-    asked = []
-
-    async def change(self, change):
-        asked.append(change)
-        raise error
-
-    async def scene(cluster, dispatcher):
-        await whole_answer(dispatcher, ask("first", OPEN))
-        (keeper,) = keepers(cluster)
-        (view,) = (view for view in dispatcher.workers() if view.name == keeper)
-        member = dispatcher._shared.fleet.slots.at(dispatcher._shared.fleet.slot_of(view.worker_id))
-        monkeypatch.setattr(type(member.connection), "change", change)
-        dispatcher._leave_session(view.worker_id, ask("first", OPEN))
-        await asyncio.sleep(1)
-        assert [type(each) for each in asked] == [KvUnpin]
-        assert await whole_answer(dispatcher, ask("next", session=None, seed=3))
-
-    run_scenario(scene, TWO)

@@ -11,10 +11,9 @@ from penstock.core.wire import unpack_tokens
 from penstock.engine.mock.engine import MockConfig, StepTiming, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.router.config import RouterConfig
-from penstock.router.dispatch.siblings import Siblings
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.scene import make_request, run_scenario, settle
+from tests.support.scene import make_request, scenario, settle
 
 BLOCK = 4
 PROMPT = tuple(range(10, 111))  # 25 blocks and a token
@@ -82,16 +81,6 @@ def test_a_prompt_is_computed_once_for_all_its_choices(policy):
     )
 
 
-def test_answers_are_those_that_each_choice_would_have_alone():
-    async def together(_, dispatcher):
-        return await asyncio.gather(*map(answer, open_all(dispatcher, choices(3))))
-
-    async def alone(_, dispatcher):
-        return [await answer(dispatcher.open(request)) for request in choices(3)]
-
-    assert on_mock_workers(together) == on_mock_workers(alone, num_workers=1)
-
-
 def test_each_choice_moves_with_its_tokens_when_the_worker_is_lost_and_the_prompt_is_computed_once_more():
     async def scene(cluster, dispatcher):
         streams = open_all(dispatcher, choices(4, max_tokens=60))
@@ -112,70 +101,37 @@ def test_each_choice_moves_with_its_tokens_when_the_worker_is_lost_and_the_promp
     assert on_mock_workers(scene) == on_mock_workers(undisturbed)
 
 
-def test_the_next_one_computes_the_prompt_where_the_first_is_cancelled_or_fails():
-    async def scene(cluster, dispatcher, engines):
-        streams = open_all(dispatcher, choices(3))
-        tasks = [asyncio.create_task(answer(stream)) for stream in streams]
-        await settle()
-        assert sum(len(engine.requests) for engine in engines.values()) == 1, "the others wait"
-        tasks[0].cancel()
-        await settle()
-        await asyncio.sleep(0.1)
-        assert sum(len(engine.requests) for engine in engines.values()) == 1
-        streams[1].fail(PenstockError("enough"))
-        await settle()
-        await asyncio.sleep(0.1)
-        (engine,) = [engine for engine in engines.values() if engine.requests]
-        assert list(engine.requests) == ["r-2"]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    run_scenario(scene)
-
-
-def test_who_waits_for_another_keeps_its_deadline():
-    async def scene(_, dispatcher, engines):
-        del engines
-        first, second = choices(2)
-        streams = open_all(dispatcher, [first, msgspec.structs.replace(second, deadline_s=1.0)])
-        tasks = [asyncio.create_task(answer(stream)) for stream in streams]
-        await asyncio.sleep(1.1)
-        assert tasks[1].done()
-        with pytest.raises(PenstockError, match="have passed"):
-            tasks[1].result()
-        tasks[0].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    run_scenario(scene)
+@scenario()
+async def test_the_next_one_computes_the_prompt_where_the_first_is_cancelled_or_fails(
+    cluster, dispatcher, engines
+):
+    streams = open_all(dispatcher, choices(3))
+    tasks = [asyncio.create_task(answer(stream)) for stream in streams]
+    await settle()
+    assert sum(len(engine.requests) for engine in engines.values()) == 1, "the others wait"
+    tasks[0].cancel()
+    await settle()
+    await asyncio.sleep(0.1)
+    assert sum(len(engine.requests) for engine in engines.values()) == 1
+    streams[1].fail(PenstockError("enough"))
+    await settle()
+    await asyncio.sleep(0.1)
+    (engine,) = [engine for engine in engines.values() if engine.requests]
+    assert list(engine.requests) == ["r-2"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Waiting:
-    def __init__(self):
-        self.woken = 0
-
-    def wake(self):
-        self.woken += 1
-
-
-def test_one_alone_waits_for_nobody():
-    alone = Waiting()
-    siblings = Siblings().joined(alone)
-    assert not siblings.must_wait(alone)
-    assert siblings.place(alone) is None
-    siblings.leave(alone)
-    siblings.leave(alone)
-
-
-def test_others_follow_once_the_worker_that_answers_has_a_token():
-    one, other = Waiting(), Waiting()
-    siblings = Siblings().joined(one).joined(other)
-    assert not siblings.must_wait(one)
-    assert siblings.must_wait(other)
-    siblings.computed(one, 6)
-    assert not siblings.must_wait(other)
-    assert (siblings.place(one), siblings.place(other)) == (None, 6)
-    assert other.woken == 1
-    siblings.lost()
-    assert not siblings.must_wait(other)
-    assert siblings.must_wait(one)
+@scenario()
+async def test_who_waits_for_another_keeps_its_deadline(cluster, dispatcher, engines):
+    del engines
+    first, second = choices(2)
+    streams = open_all(dispatcher, [first, msgspec.structs.replace(second, deadline_s=1.0)])
+    tasks = [asyncio.create_task(answer(stream)) for stream in streams]
+    await asyncio.sleep(1.1)
+    assert tasks[1].done()
+    with pytest.raises(PenstockError, match="have passed"):
+        tasks[1].result()
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

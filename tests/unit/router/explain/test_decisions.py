@@ -1,26 +1,21 @@
 """Decisions that are kept, explained and logged, beside a fleet that goes on changing."""
 
 import asyncio
-import io
 import json
 
 import msgspec
 import pytest
-import structlog
 
-from penstock.core import log
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import BlockStored, Tier
-from penstock.core.types.load import WorkerLoad
 from penstock.core.wire import pack_hashes
 from penstock.router.config import ExplainConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.explain.explanation import Explanation, LeftOut, RouteReason
+from penstock.router.explain.explanation import Explanation, RouteReason
 from penstock.router.explain.replay import Replay
 from penstock.router.workers.price_table import UNKNOWN
-from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
-from tests.support.scene import HASHES, PROMPT, Engines, make_request, run_scenario, view
+from tests.support.scene import HASHES, PROMPT, make_request, run_scenario, scenario, view
 
 
 async def decide(dispatcher: Dispatcher, request_id: str, *prompt: tuple[int, ...]) -> Explanation:
@@ -37,215 +32,129 @@ async def store(engine: ManualEngine, start: int, stop: int, tier: Tier = Tier.D
     await asyncio.sleep(0.001)
 
 
-def test_overlap_is_told_by_tier_and_terms_in_milliseconds():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        await store(engines["w2"], 0, 2)
-        await store(engines["w2"], 2, 5, Tier.HOST)
-        decision = await decide(dispatcher, "a")
-        assert (decision.worker, decision.reason) == ("w2", RouteReason.LONGEST_PREFIX)
-        assert decision.chosen.tier_blocks == {"device": 2, "host": 3, "disk": 0, "object": 0}
-        assert decision.chosen.terms["onboard"] == pytest.approx(12 * 3.3e-6 * 1e3), "of an unpriced worker"
-        assert decision.chosen.cost == pytest.approx(sum(decision.chosen.terms.values()))
-        assert (decision.unit, decision.request_tokens, decision.block_size) == ("ms", 21, 4)
-
-    run_scenario(scene)
-
-
 @pytest.mark.parametrize(("tier", "left"), [(Tier.HOST, 1), (Tier.DISK, 13)])
-def test_what_takes_longer_to_fetch_than_to_compute_is_reserved_as_to_be_computed(
-    tier: Tier, left: int
-) -> None:
+@scenario()
+async def test_what_takes_longer_to_fetch_than_to_compute_is_reserved_as_to_be_computed(
+    cluster, dispatcher, engines, tier, left
+):
     """A token of an unpriced worker takes 20 us to compute, 3.3 from the host and 26 from the disk."""
 
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        await store(engines["w2"], 0, 2)
-        await store(engines["w2"], 2, 5, tier)
-        async with dispatcher.open(make_request()):
-            assert view(dispatcher, "w2").reserved_prefill_tokens == left  # of 21, 8 of them on the device
-
-    run_scenario(scene)
+    await store(engines["w2"], 0, 2)
+    await store(engines["w2"], 2, 5, tier)
+    async with dispatcher.open(make_request()):
+        assert view(dispatcher, "w2").reserved_prefill_tokens == left  # of 21, 8 of them on the device
 
 
-def test_each_worker_is_priced_by_its_own_prices_and_its_own_memory():
+@scenario(0)
+async def test_each_worker_is_priced_by_its_own_prices_and_its_own_memory(cluster, dispatcher, engines):
     """Of one model: one twice as fast, one with little memory, one that says no prices and has the median of them."""
 
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        del engines
-        plain = msgspec.structs.replace(UNKNOWN, prefill_step_s=0.0, prefill_pair_s=0.0, prefill_token_s=1e-3)
-        quick = msgspec.structs.replace(plain, prefill_token_s=5e-4, decode_step_s=plain.decode_step_s / 2)
-        large = ManualEngine().info
-        small = msgspec.structs.replace(large, total_blocks=3)
-        for name, prices, info in (
-            ("plain", plain, large),
-            ("quick", quick, large),
-            ("small", plain, small),
-            ("silent", None, large),
-        ):
-            await cluster.start(name, ManualEngine(info), prices=prices)
-        await asyncio.sleep(0.01)
-        decision = await decide(dispatcher, "a")
-        assert decision.worker == "quick"
-        terms = {candidate.worker: candidate.terms for candidate in decision.candidates}
-        step_ms = {name: 1e3 * plain.decode_step_s / (1 + (name == "quick")) for name in terms}
-        token_ms = {"plain": 1.0, "quick": 0.5, "small": 1.0, "silent": 1.0}
-        for name, of in terms.items():
-            batch_ms = step_ms[name] / large.max_batch_tokens
-            assert of["prefill"] == pytest.approx(21 * (token_ms[name] + batch_ms)), name
-            assert of["itl"] == pytest.approx(5 * step_ms[name]), name
-            assert (of["kv_wait"] > 0) == (name == "small"), f"{name}: six blocks of its prompt"
-
-    run_scenario(scene, 0)
+    del engines
+    plain = msgspec.structs.replace(UNKNOWN, prefill_step_s=0.0, prefill_pair_s=0.0, prefill_token_s=1e-3)
+    quick = msgspec.structs.replace(plain, prefill_token_s=5e-4, decode_step_s=plain.decode_step_s / 2)
+    large = ManualEngine().info
+    small = msgspec.structs.replace(large, total_blocks=3)
+    for name, prices, info in (
+        ("plain", plain, large),
+        ("quick", quick, large),
+        ("small", plain, small),
+        ("silent", None, large),
+    ):
+        await cluster.start(name, ManualEngine(info), prices=prices)
+    await asyncio.sleep(0.01)
+    decision = await decide(dispatcher, "a")
+    assert decision.worker == "quick"
+    terms = {candidate.worker: candidate.terms for candidate in decision.candidates}
+    step_ms = {name: 1e3 * plain.decode_step_s / (1 + (name == "quick")) for name in terms}
+    token_ms = {"plain": 1.0, "quick": 0.5, "small": 1.0, "silent": 1.0}
+    for name, of in terms.items():
+        batch_ms = step_ms[name] / large.max_batch_tokens
+        assert of["prefill"] == pytest.approx(21 * (token_ms[name] + batch_ms)), name
+        assert of["itl"] == pytest.approx(5 * step_ms[name]), name
+        assert (of["kv_wait"] > 0) == (name == "small"), f"{name}: six blocks of its prompt"
 
 
-def test_who_is_left_out_is_told_as_it_was_then():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        loads = dispatcher._shared.fleet.loads
-        loads.report(0, WorkerLoad(queued_prefill_tokens=99))
-        cluster.kill("w2")
-        await asyncio.sleep(0.001)
-        decision = await decide(dispatcher, "a")
-        assert decision.worker == "w3"
-        assert decision.left_out == (LeftOut(worker="w1", why="busy"), LeftOut(worker="w2", why="lost"))
-        await cluster.start("w4", ManualEngine())
-        await asyncio.sleep(20)
-        loads.report(0, WorkerLoad())
-        assert dispatcher.explain("a")[0].left_out == decision.left_out, "w2 is gone, w4 in its slot, w1 idle"
-        assert dispatcher.explain("a")[0].age_s >= 20
-
-    run_scenario(scene, config=RouterConfig(busy_queued_tokens=50))
+@scenario(9, RouterConfig(explain=ExplainConfig(candidates_max=3)))
+async def test_of_many_workers_the_cheapest_are_named_and_whoever_holds_most(cluster, dispatcher, engines):
+    await store(engines["w9"], 0, 5)
+    for number in range(1, 10):
+        engines[f"w{number}"].report(queued_prefill_tokens=1000 * number, total_blocks=9999)
+    await asyncio.sleep(1)
+    decision = await decide(dispatcher, "a")
+    assert [c.worker for c in decision.candidates] == ["w1", "w2", "w3", "w9"]
+    assert (decision.num_candidates, decision.next_worker) == (9, "w2")
+    assert decision.reason is RouteReason.SHORTER_PREFIX
 
 
-def test_a_request_that_moves_has_one_decision_for_each_worker():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        async with dispatcher.open(make_request("a-0")) as stream:
-            first = dispatcher.explain("a")[0].worker
-            await asyncio.sleep(0.001)
-            engines[first].emit("a-0", 1, cached_tokens=0)
-            await anext(stream)
-            cluster.kill(first)
-            reading = asyncio.ensure_future(anext(stream))
-            await asyncio.sleep(1)
-            one, two = dispatcher.explain("a")
-            assert (one.worker, two.request_tokens) == (first, 22)
-            assert two.left_out == (LeftOut(worker=first, why="lost"),)
-            reading.cancel()
-        assert [decision.worker for decision in dispatcher.explain("a-0")] == [one.worker, two.worker]
-        assert dispatcher.explain("a-1") == dispatcher.explain("b") == ()
+@scenario(3, RouterConfig(policy="session"))
+async def test_a_worker_that_got_its_session_s_request_is_told_so(cluster, dispatcher, engines):
+    async def reason(request_id: str, session: str | None, tenant: str = "") -> RouteReason:
+        request = make_request(request_id, session=session)
+        async with dispatcher.open(msgspec.structs.replace(request, tenant=tenant)):
+            return dispatcher.explain(request_id)[-1].reason
 
-    run_scenario(scene)
-
-
-def test_of_many_workers_the_cheapest_are_named_and_whoever_holds_most():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        await store(engines["w9"], 0, 5)
-        loads = dispatcher._shared.fleet.loads
-        for slot in range(9):
-            loads.report(slot, WorkerLoad(queued_prefill_tokens=1000 * (slot + 1), total_blocks=9999))
-        decision = await decide(dispatcher, "a")
-        assert [c.worker for c in decision.candidates] == ["w1", "w2", "w3", "w9"]
-        assert (decision.num_candidates, decision.next_worker) == (9, "w2")
-        assert decision.reason is RouteReason.SHORTER_PREFIX
-
-    run_scenario(scene, 9, RouterConfig(explain=ExplainConfig(candidates_max=3)))
+    assert await reason("new", "a") is RouteReason.NO_PREFIX
+    assert await reason("again", "a") is RouteReason.SESSION
+    assert await reason("other", "b") is RouteReason.NO_PREFIX
+    assert await reason("guess", "a", "another") is RouteReason.NO_PREFIX, "a session is its tenant's own"
+    assert await reason("guess again", "a", "another") is RouteReason.SESSION
+    assert await reason("none", None) is RouteReason.NO_PREFIX
+    for worker in ("w2", "w3"):
+        cluster.kill(worker)
+    await asyncio.sleep(0.001)
+    assert await reason("alone", "a") is RouteReason.ONLY_WORKER
 
 
-def test_a_worker_that_got_its_session_s_request_is_told_so():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        async def reason(request_id: str, session: str | None, tenant: str = "") -> RouteReason:
-            request = make_request(request_id, session=session)
-            async with dispatcher.open(msgspec.structs.replace(request, tenant=tenant)):
-                return dispatcher.explain(request_id)[-1].reason
+@scenario()
+async def test_time_spent_is_taken_from_the_target_for_the_first_token(cluster, dispatcher, engines):
+    async def targets(wait_s: float, *, answered: bool) -> float | None:
+        request = msgspec.structs.replace(make_request("r"), slo_ttft_s=1.0)
+        async with dispatcher.open(request) as stream:
+            await asyncio.sleep(wait_s)
+            if answered:
+                worker = dispatcher.explain("r")[-1].worker
+                engines[worker].emit("r", 1, cached_tokens=0)
+                await anext(stream)
+            return stream.score().context.slo_ttft_s
 
-        assert await reason("new", "a") is RouteReason.NO_PREFIX
-        assert await reason("again", "a") is RouteReason.SESSION
-        assert await reason("other", "b") is RouteReason.NO_PREFIX
-        assert await reason("guess", "a", "another") is RouteReason.NO_PREFIX, "a session is its tenant's own"
-        assert await reason("guess again", "a", "another") is RouteReason.SESSION
-        assert await reason("none", None) is RouteReason.NO_PREFIX
-        for worker in ("w2", "w3"):
-            cluster.kill(worker)
-        await asyncio.sleep(0.001)
-        assert await reason("alone", "a") is RouteReason.ONLY_WORKER
-
-    run_scenario(scene, 3, RouterConfig(policy="session"))
+    assert await targets(0.25, answered=False) == pytest.approx(0.75)
+    assert await targets(60.0, answered=False) == pytest.approx(0.1)
+    assert await targets(0.25, answered=True) is None
 
 
-def test_time_spent_is_taken_from_the_target_for_the_first_token():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        async def targets(wait_s: float, *, answered: bool) -> float | None:
-            request = msgspec.structs.replace(make_request("r"), slo_ttft_s=1.0)
-            async with dispatcher.open(request) as stream:
-                await asyncio.sleep(wait_s)
-                if answered:
-                    worker = dispatcher.explain("r")[-1].worker
-                    engines[worker].emit("r", 1, cached_tokens=0)
-                    await anext(stream)
-                return stream.score().context.slo_ttft_s
-
-        assert await targets(0.25, answered=False) == pytest.approx(0.75)
-        assert await targets(60.0, answered=False) == pytest.approx(0.1)
-        assert await targets(0.25, answered=True) is None
-
-    run_scenario(scene)
-
-
-@pytest.mark.parametrize("bound", [{"decisions_max": 3}, {"bytes_max": 4500}])
-def test_old_decisions_go(bound):
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+@pytest.mark.parametrize(
+    ("bound", "kept"), [({"decisions_max": 3}, 3), ({"bytes_max": 4500}, 3), ({"decisions_max": 0}, 0)]
+)
+def test_old_decisions_go(bound, kept):
+    async def scene(cluster, dispatcher, engines):
         for number in range(9):
-            await decide(dispatcher, f"r-{number}")
-            dispatcher.check()
-        assert [d.request_id for d in dispatcher.latest_decisions(99)] == ["r-6", "r-7", "r-8"]
+            async with dispatcher.open(make_request(f"r-{number}")):
+                dispatcher.check()
+        expected = [f"r-{number}" for number in range(9 - kept, 9)]
+        assert [d.request_id for d in dispatcher.latest_decisions(99)] == expected
         assert dispatcher.explain("r-5") == ()
-        assert len(dispatcher.explain("r")) == 3
+        assert len(dispatcher.explain("r")) == kept
 
     run_scenario(scene, 2, RouterConfig(explain=ExplainConfig(**bound)))
 
 
-def test_decisions_are_found_by_request_and_by_answer_without_looking_at_others():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        for request_id in ("chat-a-0", "chat-a-1", "chat-b-0", "chat-a-12", "plain"):
-            async with dispatcher.open(make_request(request_id)):
-                pass
+@scenario()
+async def test_decisions_are_found_by_request_and_by_answer(cluster, dispatcher, engines):
+    for request_id in ("chat-a-0", "chat-a-1", "chat-b-0", "chat-a-12", "plain"):
+        async with dispatcher.open(make_request(request_id)):
+            pass
 
-        def found(request_id: str) -> list[str]:
-            return [explanation.request_id for explanation in dispatcher.explain(request_id)]
+    def found(request_id: str) -> list[str]:
+        return [explanation.request_id for explanation in dispatcher.explain(request_id)]
 
-        assert found("chat-a") == ["chat-a-0", "chat-a-1", "chat-a-12"]
-        assert found("chat-a-1") == ["chat-a-1"]
-        assert found("plain") == ["plain"]
-        assert found("chat") == found("chat-a-") == found("") == [], "that is nobody's id"
-        decisions = dispatcher._shared.router.decisions
-        kept, decisions._kept = decisions._kept, None  # whoever scans them fails
-        assert found("chat-b") == ["chat-b-0"]
-        decisions._kept = kept
-
-    run_scenario(scene)
+    assert found("chat-a") == ["chat-a-0", "chat-a-1", "chat-a-12"]
+    assert found("chat-a-1") == ["chat-a-1"]
+    assert found("plain") == ["plain"]
+    assert found("chat") == found("chat-a-") == found("") == [], "that is nobody's id"
 
 
-def test_none_are_kept_where_none_are_wanted():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        async with dispatcher.open(make_request("r1")):
-            dispatcher.check()
-        assert dispatcher.latest_decisions(99) == ()
-
-    run_scenario(scene, 2, RouterConfig(explain=ExplainConfig(decisions_max=0)))
-
-
-@pytest.fixture
-def lines(monkeypatch):
-    """What is logged at debug, as JSON; the log is as before afterwards."""
-    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "json")
-    stream = io.StringIO()
-    log.configure("debug", process="test", stream=stream)
-    yield lambda: [line for line in stream.getvalue().splitlines() if "request_routed" in line]
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
-
-
-async def traffic(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
+async def traffic(cluster, dispatcher, engines):
     """Prompts that share beginnings, of three sessions, some of them open together."""
-    del cluster, engines
     for number in range(30):
         prompt = PROMPT[: 5 + number % 16] + (number % 7,) * (number % 5)
         one, other = (
@@ -263,25 +172,25 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_log_says_all_that_its_decisions_went_by(policy, lines):
+def test_a_log_says_all_that_its_decisions_went_by(policy, decision_lines):
     run_scenario(traffic, config=RouterConfig(policy=policy))
-    replayed = list(Replay().run(lines()))
+    replayed = list(Replay().run(decision_lines()))
     assert len(replayed) == 60
     assert [one.request_id for one in replayed if one.differs] == []
     assert len({one.worker for one in replayed}) >= 2
 
 
 @pytest.mark.parametrize("bound", [{"sessions_max": 1}, {"session_idle_s": 0.015}])
-def test_sessions_are_forgotten_again_as_they_were(bound, lines):
+def test_sessions_are_forgotten_again_as_they_were(bound, decision_lines):
     run_scenario(traffic, config=RouterConfig(policy="session", **bound))
-    assert [one.request_id for one in Replay().run(lines()) if one.differs] == []
-    as_usual = (json.loads(line) | dict.fromkeys(bound, 1 << 16) for line in lines())
+    assert [one.request_id for one in Replay().run(decision_lines()) if one.differs] == []
+    as_usual = (json.loads(line) | dict.fromkeys(bound, 1 << 16) for line in decision_lines())
     assert any(one.differs for one in Replay().run(map(json.dumps, as_usual))), "or nothing was forgotten"
 
 
-def test_another_policy_says_what_it_would_have_done(lines):
+def test_another_policy_says_what_it_would_have_done(decision_lines):
     run_scenario(traffic, config=RouterConfig(policy="round-robin"))
-    replayed = list(Replay("kv").run(lines()))
+    replayed = list(Replay("kv").run(decision_lines()))
     differing = [one for one in replayed if one.differs]
     assert 0 < len(differing) < 60
     assert min(one.costs_more for one in differing) >= 0.0, "equal prices are settled by the hash"
@@ -291,14 +200,14 @@ def test_another_policy_says_what_it_would_have_done(lines):
 
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.5, 15, 45), (1.0, 60, 60)])
-def test_a_share_of_the_decisions_is_logged(share, least, most, lines):
+def test_a_share_of_the_decisions_is_logged(share, least, most, decision_lines):
     run_scenario(traffic, config=RouterConfig(explain=ExplainConfig(logged_share=share)))
-    assert least <= len(lines()) <= most
+    assert least <= len(decision_lines()) <= most
 
 
-def test_lines_that_are_no_decisions_are_counted_and_broken_ones_named(lines):
+def test_lines_that_are_no_decisions_are_counted_and_broken_ones_named(decision_lines):
     run_scenario(traffic)
-    whole = lines()[0]
+    whole = decision_lines()[0]
     replay = Replay()
     assert len(list(replay.run(["", "10:00 worker_lost", '{"event": "worker_lost"}', whole, "[]"]))) == 1
     assert replay.other_lines == {"text": 2, "event": 1}

@@ -1,15 +1,12 @@
 """Disaggregation decisions, made again from their log lines: where, by whom, and who goes on."""
 
 import asyncio
-import io
 import json
 from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
-import structlog
 
-from penstock.core import log
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.router.config import DisaggConfig, RouterConfig
@@ -44,11 +41,8 @@ async def traffic(dispatcher):
 
 
 @pytest.fixture
-def lines(monkeypatch):
+def lines(decision_lines):
     """Serve traffic by a policy on two prefill and two decode workers; give what is logged of its decisions."""
-    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "json")
-    stream = io.StringIO()
-    log.configure("debug", process="test", stream=stream)
 
     def serve(policy):
         async def main():
@@ -67,11 +61,9 @@ def lines(monkeypatch):
                     await traffic(dispatcher)
 
         run_virtual(main())
-        return [line for line in stream.getvalue().splitlines() if "request_routed" in line]
+        return decision_lines()
 
-    yield serve
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
+    return serve
 
 
 @pytest.mark.parametrize(
@@ -102,27 +94,6 @@ def test_whether_a_prompt_goes_elsewhere_is_weighed_anew(lines):
     assert away
     assert all(one.again.startswith("d") and one.costs_more > 10.0 for one in away), "ms: a step takes ten"
     assert not any(one.differs for one in replayed if one not in away)
-
-
-def test_a_prompt_past_the_limit_goes_away_though_that_costs_more(lines):
-    changed = []
-    for line in lines("kv"):
-        data = json.loads(line)
-        if data["inputs"] is not None and data["prefill_slot"] is None:
-            data["inputs"]["config"]["local_tokens_max"] = 1
-            changed.append(json.dumps(data))
-    replayed = list(Replay().run(changed))
-    forced = [one for one in replayed if one.again.startswith("p")]
-    assert forced
-    assert all(one.costs_more < 0 for one in forced), "the logged choice was the cheaper one"
-
-
-def test_ways_that_a_policy_does_not_compare_have_no_difference_in_cost(lines):
-    logged = lines("kv")
-    replayed = list(Replay("least-loaded").run(logged))
-    crossed = [one for one in replayed if one.worker[0] != one.again[0]]
-    assert crossed, "it sends prompts away that kv does not"
-    assert {one.costs_more for one in crossed} == {None}
 
 
 def test_what_was_weighed_and_cannot_be_read_is_named(lines):

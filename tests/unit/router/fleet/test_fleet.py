@@ -2,32 +2,28 @@
 
 import asyncio
 import hashlib
-import json
 
 import msgspec
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
 from penstock.core.errors import Unavailable
 from penstock.core.types.cards import CardFile
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved
 from penstock.core.types.instances import EngineInfo, InstanceState, Prices, Role
-from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import FinishReason, Request
 from penstock.core.wire import pack_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.explain.explanation import RouteReason
-from penstock.router.policy.selector import WorkerSelector
 from penstock.router.workers.member import Condition
 from penstock.seams import RoutingContext
-from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.kv_transfer import tiny_engine
 from tests.support.manual_engine import ManualEngine
-from tests.support.scene import HASHES, PROMPT, make_request, run_scenario, settle, stored, view
+from tests.support.scene import HASHES, PROMPT, make_request, scenario, settle, stored, view
+from tests.support.scenes import in_virtual_time
 
 
 async def route(dispatcher: Dispatcher, request: Request) -> str:
@@ -36,275 +32,166 @@ async def route(dispatcher: Dispatcher, request: Request) -> str:
         return dispatcher.latest_decisions(1)[-1].worker
 
 
-def test_a_prefix_attracts_requests_to_its_holder():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        engines["w2"].step(events=[stored(HASHES[:3])])
-        engines["w3"].step(events=[stored(HASHES)])
-        await settle()
-        assert await route(dispatcher, make_request()) == "w3"
-        decision = dispatcher.latest_decisions(1)[-1]
-        assert decision.reason is RouteReason.LONGEST_PREFIX
-        assert (decision.request_blocks, decision.num_candidates) == (6, 3)
-        assert [(c.worker, c.overlap_blocks) for c in decision.candidates] == [
-            ("w3", 5),
-            ("w2", 3),
-            ("w1", 0),
-        ]
-        assert decision.next_worker == "w2"
-        chosen, second, _ = decision.candidates
-        assert chosen.cost < second.cost
-        for candidate in decision.candidates:
-            assert candidate.cost == pytest.approx(sum(candidate.terms.values()))
-            assert candidate.tier_blocks == {
-                "device": candidate.overlap_blocks,
-                "host": 0,
-                "disk": 0,
-                "object": 0,
-            }
-        assert chosen.terms["prefill"] < second.terms["prefill"]
-        engines["w3"].step(events=[BlockRemoved(block_hashes=pack_hashes(HASHES[1:]))])
-        await settle()
-        assert await route(dispatcher, make_request()) == "w2"
-        engines["w2"].step(events=[AllBlocksCleared()])
-        await settle()
-        assert await route(dispatcher, make_request()) == "w3"
-        assert view(dispatcher, "w3").indexed_blocks == 1
-        assert view(dispatcher, "w3").event_sequence == 2
-
-    run_scenario(scene)
+@scenario()
+async def test_a_prefix_attracts_requests_to_its_holder(cluster, dispatcher, engines):
+    engines["w2"].step(events=[stored(HASHES[:3])])
+    engines["w3"].step(events=[stored(HASHES)])
+    await settle()
+    assert await route(dispatcher, make_request()) == "w3"
+    decision = dispatcher.latest_decisions(1)[-1]
+    assert decision.reason is RouteReason.LONGEST_PREFIX
+    assert (decision.request_blocks, decision.num_candidates) == (6, 3)
+    assert {c.worker: c.overlap_blocks for c in decision.candidates} == {"w3": 5, "w2": 3, "w1": 0}
+    assert decision.next_worker == "w2"
+    chosen, second, _ = decision.candidates
+    assert chosen.cost < second.cost
+    for candidate in decision.candidates:
+        assert candidate.cost == pytest.approx(sum(candidate.terms.values()))
+        assert candidate.tier_blocks["device"] == candidate.overlap_blocks
+    assert chosen.terms["prefill"] < second.terms["prefill"]
+    engines["w3"].step(events=[BlockRemoved(block_hashes=pack_hashes(HASHES[1:]))])
+    await settle()
+    assert await route(dispatcher, make_request()) == "w2"
+    engines["w2"].step(events=[AllBlocksCleared()])
+    await settle()
+    assert await route(dispatcher, make_request()) == "w3"
+    assert view(dispatcher, "w3").indexed_blocks == 1
+    assert view(dispatcher, "w3").event_sequence == 2
 
 
-def test_prompts_shorter_than_a_block_are_spread_by_what_they_say():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        async def idle_route(token: int) -> str:
-            await asyncio.sleep(1.0)
-            return await route(dispatcher, make_request("r", (token, 7)))
-
-        first = [await idle_route(token) for token in range(12)]
-        assert set(first) == {"w1", "w2", "w3"}
-        assert [await idle_route(token) for token in range(12)] == first
-        decision = dispatcher.latest_decisions(1)[-1]
-        assert (decision.request_blocks, decision.reason) == (1, RouteReason.NO_PREFIX)
-
-    run_scenario(scene)
-
-
-def test_workers_with_and_without_events_in_one_fleet():
-    async def main() -> None:
-        config = RouterConfig(predicted_s=10.0)
-        async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
-            told, silent = ManualEngine(), ManualEngine()
-            await cluster.start("silent", silent, config=WorkerConfig(kv_events=False))
-            await asyncio.sleep(0.01)
-            async with dispatcher.open(make_request("a")) as stream:
-                await settle()
-                silent.emit("a", 1, 2, 3, finish=FinishReason.STOP, cached_tokens=0)
-                async for _ in stream:
-                    pass
-            await cluster.start("told", told)
-            told.step(events=[stored(HASHES[:2])])
-            await settle()
-            assert view(dispatcher, "told").predicted is False
-            assert view(dispatcher, "silent").predicted is True
-            assert view(dispatcher, "silent").event_sequence is None
-            assert view(dispatcher, "silent").indexed_blocks == 6, "the answer's tokens fill a block too"
-            silent.step(events=[AllBlocksCleared()])
-            await settle()
-            async with dispatcher.open(make_request("b")) as stream:
-                assert dispatcher.latest_decisions(1)[-1].worker == "silent"
-                assert dispatcher.latest_decisions(1)[-1].chosen.overlap_blocks == 5
-                await settle()
-                silent.emit("b", 1, finish=FinishReason.STOP, cached_tokens=8)
-                async for _ in stream:
-                    pass
-            metrics = dispatcher._shared.metrics
-            assert metrics.predicted_hit_tokens._value.get() == 20
-            assert metrics.predicted_hits_found_tokens._value.get() == 8
-            await asyncio.sleep(11)
-            assert view(dispatcher, "silent").indexed_blocks == 0
-            assert view(dispatcher, "told").indexed_blocks == 2
-            assert await route(dispatcher, make_request("c")) == "told"
-            dispatcher.check()
-
-    run_virtual(main())
-
-
-def test_a_session_follows_its_worker_and_not_its_slot():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        def turn(number: int) -> Request:
-            request = make_request(f"turn {number}", tuple(range(number, number + 21)))
-            return msgspec.structs.replace(request, session="s")
-
-        home = await route(dispatcher, turn(1))
-        async with dispatcher.open(make_request("other", PROMPT[::-1])):
-            assert [await route(dispatcher, turn(number)) for number in (2, 3)] == [home] * 2
-        cluster.kill(home)
-        await asyncio.sleep(6)
-        await cluster.start("w9", ManualEngine())
+@in_virtual_time
+async def test_workers_with_and_without_events_in_one_fleet():
+    config = RouterConfig(predicted_s=10.0)
+    async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
+        told, silent = ManualEngine(), ManualEngine()
+        await cluster.start("silent", silent, config=WorkerConfig(kv_events=False))
         await asyncio.sleep(0.01)
-        second = await route(dispatcher, turn(4))
-        assert second != home
-        assert await route(dispatcher, turn(5)) == second
-
-    run_scenario(scene, config=RouterConfig(policy="session"))
-
-
-def test_busy_workers_get_requests_only_while_all_are():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        engines["w1"].step(events=[stored(HASHES)])
-        await settle()
-        small = PROMPT[::-1][:4]
-        async with dispatcher.open(make_request("a")):
-            assert dispatcher.latest_decisions(1)[-1].worker == "w1"
-            dispatcher._shared.fleet.loads.report(
-                0, WorkerLoad(queued_prefill_tokens=31, accepted_requests=1)
-            )
-            assert await route(dispatcher, make_request("b")) != "w1", "past the limit of queued tokens"
-            assert dispatcher.latest_decisions(1)[-1].num_candidates == 2
-            dispatcher._shared.fleet.loads.report(
-                0, WorkerLoad(active_blocks=501, total_blocks=1000, accepted_requests=1)
-            )
-            assert await route(dispatcher, make_request("c")) != "w1", "past the limit of KV"
-            dispatcher._shared.fleet.loads.report(
-                0, WorkerLoad(active_blocks=500, total_blocks=1000, accepted_requests=1)
-            )
-            assert await route(dispatcher, make_request("d")) == "w1"
-            for slot in range(3):
-                dispatcher._shared.fleet.loads.report(
-                    slot, WorkerLoad(queued_prefill_tokens=31, accepted_requests=9)
-                )
-            assert await route(dispatcher, make_request("e", small)) in engines
-            assert dispatcher.latest_decisions(1)[-1].num_candidates == 3
-
-    run_scenario(scene, config=RouterConfig(busy_kv_share=0.5, busy_queued_tokens=30))
-
-
-def test_a_frontend_that_comes_late_knows_the_prefixes_too():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        engines["w2"].step(events=[stored(HASHES)])
-        await settle()
-        async with cluster.dispatcher() as late:
-            await asyncio.sleep(0.01)
-            assert await route(late, make_request()) == "w2"
-
-    run_scenario(scene)
-
-
-def test_two_requests_at_once_do_not_both_see_an_idle_worker():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        async with dispatcher.open(make_request("a")), dispatcher.open(make_request("b", PROMPT[::-1])):
-            first, second = (decision.worker for decision in dispatcher.latest_decisions(9))
-            assert first != second
-            assert view(dispatcher, first).reserved_prefill_tokens == 21
+        async with dispatcher.open(make_request("a")) as stream:
             await settle()
-            # busy workers report at once, and that replaces the reservation
-            assert view(dispatcher, first).reserved_requests == 0
-            assert view(dispatcher, first).load["running_requests"] == 1
-
-    run_scenario(scene)
-
-
-def test_other_frontends_hear_of_the_load_they_did_not_cause():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        async with cluster.dispatcher() as other:
-            await asyncio.sleep(0.01)
-            async with dispatcher.open(make_request("a")):
-                busy = dispatcher.latest_decisions(1)[-1].worker
-                await settle()
-                assert view(other, busy).load["running_requests"] == 1
-                async with other.open(make_request("b", PROMPT[::-1])):
-                    assert other.latest_decisions(1)[-1].worker != busy
-
-    run_scenario(scene, num_workers=2)
-
-
-def test_each_models_requests_go_to_its_own_workers_whoever_has_the_prefix_or_time():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        other = ManualEngine()
-        await cluster.start("other", other, card=small_card("other"))
-        engines["w1"].step(events=[stored(HASHES)])
+            silent.emit("a", 1, 2, 3, finish=FinishReason.STOP, cached_tokens=0)
+            async for _ in stream:
+                pass
+        await cluster.start("told", told)
+        told.step(events=[stored(HASHES[:2])])
         await settle()
-        assert sorted(dispatcher.models()) == ["other", "tiny"]
-        for number in range(3):  # the same blocks, as both have the same salt
-            asked = msgspec.structs.replace(make_request(f"r{number}"), model="other")
-            assert await route(dispatcher, asked) == "other"
-            assert await route(dispatcher, make_request(f"s{number}")) == "w1"
-        other.step(events=[stored(HASHES)])
-        cluster.kill("w1")
+        assert view(dispatcher, "told").predicted is False
+        assert view(dispatcher, "silent").predicted is True
+        assert view(dispatcher, "silent").event_sequence is None
+        assert view(dispatcher, "silent").indexed_blocks == 6, "the answer's tokens fill a block too"
+        silent.step(events=[AllBlocksCleared()])
         await settle()
-        assert await route(dispatcher, make_request("t")) == "w2"
-        (decision,) = dispatcher.explain("t")
-        assert [left.worker for left in decision.left_out] == ["w1"], "the other model's is no candidate"
+        async with dispatcher.open(make_request("b")) as stream:
+            assert dispatcher.latest_decisions(1)[-1].worker == "silent"
+            assert dispatcher.latest_decisions(1)[-1].chosen.overlap_blocks == 5
+            await settle()
+            silent.emit("b", 1, finish=FinishReason.STOP, cached_tokens=8)
+            async for _ in stream:
+                pass
+        assert cluster.figure("predicted_hit_tokens_total") == 20
+        assert cluster.figure("predicted_hits_found_tokens_total") == 8
+        await asyncio.sleep(11)
+        assert view(dispatcher, "silent").indexed_blocks == 0
+        assert view(dispatcher, "told").indexed_blocks == 2
+        assert await route(dispatcher, make_request("c")) == "told"
+        dispatcher.check()
 
-    run_scenario(scene, num_workers=2)
+
+@scenario(config=RouterConfig(busy_kv_share=0.5, busy_queued_tokens=30))
+async def test_busy_workers_get_requests_only_while_all_are(cluster, dispatcher, engines):
+    engines["w1"].step(events=[stored(HASHES)])
+    await settle()
+    for figures, is_busy in (
+        ({"queued_prefill_tokens": 31}, True),
+        ({"active_blocks": 501, "total_blocks": 1000}, True),
+        ({"active_blocks": 500, "total_blocks": 1000}, False),
+    ):
+        engines["w1"].report(**figures)
+        await asyncio.sleep(1.0)
+        assert (await route(dispatcher, make_request("r")) != "w1") is is_busy, figures
+        assert dispatcher.latest_decisions(1)[-1].num_candidates == 3 - is_busy
+    for engine in engines.values():
+        engine.report(queued_prefill_tokens=31)
+    await asyncio.sleep(1.0)
+    assert await route(dispatcher, make_request("r")) in engines
+    assert dispatcher.latest_decisions(1)[-1].num_candidates == 3
 
 
-def test_guesses_are_each_routers_own_and_load_is_not():
+@scenario()
+async def test_two_requests_at_once_do_not_both_see_an_idle_worker(cluster, dispatcher, engines):
+    async with dispatcher.open(make_request("a")), dispatcher.open(make_request("b", PROMPT[::-1])):
+        first, second = (decision.worker for decision in dispatcher.latest_decisions(9))
+        assert first != second
+        assert view(dispatcher, first).reserved_prefill_tokens == 21
+        await settle()
+        # busy workers report at once, and that replaces the reservation
+        assert view(dispatcher, first).reserved_requests == 0
+        assert view(dispatcher, first).load["running_requests"] == 1
+
+
+@scenario(num_workers=2)
+async def test_each_models_requests_go_to_its_own_workers_whoever_has_the_prefix_or_time(
+    cluster, dispatcher, engines
+):
+    other = ManualEngine()
+    await cluster.start("other", other, card=small_card("other"))
+    engines["w1"].step(events=[stored(HASHES)])
+    await settle()
+    assert sorted(dispatcher.models()) == ["other", "tiny"]
+    for number in range(3):  # the same blocks, as both have the same salt
+        asked = msgspec.structs.replace(make_request(f"r{number}"), model="other")
+        assert await route(dispatcher, asked) == "other"
+        assert await route(dispatcher, make_request(f"s{number}")) == "w1"
+    other.step(events=[stored(HASHES)])
+    cluster.kill("w1")
+    await settle()
+    assert await route(dispatcher, make_request("t")) == "w2"
+    (decision,) = dispatcher.explain("t")
+    assert [left.worker for left in decision.left_out] == ["w1"], "the other model's is no candidate"
+
+
+@in_virtual_time
+async def test_guesses_are_each_routers_own_and_load_is_not():
     """What one frontend sent to a worker without events, another one does not know to be cached there."""
 
-    async def main() -> None:
-        async with (
-            MemoryCluster() as cluster,
-            cluster.dispatcher() as one,
-            cluster.dispatcher() as other,
-        ):
-            for name in ("w1", "w2"):
-                await cluster.start(name, ManualEngine(), config=WorkerConfig(kv_events=False))
-            await asyncio.sleep(0.01)
-            async with one.open(make_request("a")):
-                await settle()
-                holder = one.latest_decisions(1)[-1].worker
-                assert (view(one, holder).indexed_blocks, view(other, holder).indexed_blocks) == (5, 0)
-                assert view(other, holder).load["peer_requests"] == 1
-                async with other.open(make_request("b")):
-                    (decision,) = other.explain("b")
-                    assert decision.worker != holder
-                    assert [candidate.overlap_blocks for candidate in decision.candidates] == [0, 0]
-                assert await route(one, make_request("c")) == holder
-            for dispatcher in (one, other):
-                dispatcher.check()
-
-    run_virtual(main())
-
-
-def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        engines["w2"].step(events=[stored(HASHES)])
-        await settle()
-        cluster.kill("w2")
-        await settle()
-        lost = view(dispatcher, "w2")
-        assert lost.condition is Condition.LOST
-        assert "its process is gone" in lost.problem
-        assert lost.indexed_blocks == 0
-        assert await route(dispatcher, make_request()) != "w2"
-        (model,) = dispatcher.models()
-        assert dispatcher.expects(model)
-        assert not dispatcher.expects(f"{model}2")
-        await asyncio.sleep(cluster.discovery.lease_ttl_s + 6)
-        assert [worker.name for worker in dispatcher.workers()] == ["w1", "w3"]
-        assert not dispatcher.expects(model)
-
-    run_scenario(scene)
-
-
-def test_a_stream_survives_the_loss_of_the_only_connection():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        engine = engines["w1"]
-        async with dispatcher.open(make_request()) as stream:
+    async with (
+        MemoryCluster() as cluster,
+        cluster.dispatcher() as one,
+        cluster.dispatcher() as other,
+    ):
+        for name in ("w1", "w2"):
+            await cluster.start(name, ManualEngine(), config=WorkerConfig(kv_events=False))
+        await asyncio.sleep(0.01)
+        async with one.open(make_request("a")):
             await settle()
-            engine.emit("r", 1)
-            await anext(stream)
-            (server,) = cluster.plane._servers.values()
-            server.links[0].break_off("the cable was pulled", tell_service=True)
-            reading = asyncio.ensure_future(anext(stream))
-            await asyncio.sleep(1.0)
-            assert engine.aborted == ["r"]
-            assert engine.submitted[-1].num_emitted == 1
-            engine.emit("r", 2, finish=FinishReason.STOP)
-            assert (await reading).finish_reason is FinishReason.STOP
+            holder = one.latest_decisions(1)[-1].worker
+            assert (view(one, holder).indexed_blocks, view(other, holder).indexed_blocks) == (5, 0)
+            assert view(other, holder).load["peer_requests"] == 1
+            async with other.open(make_request("b")):
+                (decision,) = other.explain("b")
+                assert decision.worker != holder
+                assert [candidate.overlap_blocks for candidate in decision.candidates] == [0, 0]
+            assert await route(one, make_request("c")) == holder
+        for dispatcher in (one, other):
+            dispatcher.check()
 
-    run_scenario(scene, num_workers=1)
+
+@scenario()
+async def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it(cluster, dispatcher, engines):
+    engines["w2"].step(events=[stored(HASHES)])
+    await settle()
+    cluster.kill("w2")
+    await settle()
+    lost = view(dispatcher, "w2")
+    assert lost.condition is Condition.LOST
+    assert "its process is gone" in lost.problem
+    assert lost.indexed_blocks == 0
+    assert await route(dispatcher, make_request()) != "w2"
+    (model,) = dispatcher.models()
+    assert dispatcher.expects(model)
+    assert not dispatcher.expects(f"{model}2")
+    await asyncio.sleep(cluster.discovery.lease_ttl_s + 6)
+    assert [worker.name for worker in dispatcher.workers()] == ["w1", "w3"]
+    assert not dispatcher.expects(model)
 
 
 class Stepping(ManualEngine):
@@ -315,26 +202,25 @@ class Stepping(ManualEngine):
         return msgspec.structs.replace(super().load(), steps=steps)
 
 
-def test_a_new_frontend_has_looked_once_it_has_tried_all_workers_that_are_listed():
-    async def main() -> None:
-        async with MemoryCluster() as cluster:
-            async with cluster.dispatcher() as alone:
-                await alone.looked()
-            for name in ("w1", "w2"):
-                await cluster.start(name, ManualEngine())
-            cluster.kill("w2")  # it is listed until its lease ends
-            async with cluster.dispatcher() as dispatcher:
-                assert not dispatcher.models()
-                await asyncio.wait_for(dispatcher.looked(), 1.0)
-                assert list(dispatcher.models()) == ["tiny"]
-                conditions = {v.name: (v.condition, v.problem is None) for v in dispatcher.workers()}
-                assert conditions == {"w1": (Condition.READY, True), "w2": (Condition.CONNECTING, False)}
-                dispatcher.check()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_new_frontend_has_looked_once_it_has_tried_all_workers_that_are_listed():
+    async with MemoryCluster() as cluster:
+        async with cluster.dispatcher() as alone:
+            await alone.looked()
+        for name in ("w1", "w2"):
+            await cluster.start(name, ManualEngine())
+        cluster.kill("w2")  # it is listed until its lease ends
+        async with cluster.dispatcher() as dispatcher:
+            assert not dispatcher.models()
+            await asyncio.wait_for(dispatcher.looked(), 1.0)
+            assert list(dispatcher.models()) == ["tiny"]
+            conditions = {v.name: (v.condition, v.problem is None) for v in dispatcher.workers()}
+            assert conditions == {"w1": (Condition.READY, True), "w2": (Condition.CONNECTING, False)}
+            dispatcher.check()
 
 
-def test_how_slow_a_worker_is_shows_and_is_learned_anew_over_a_new_connection():
+@in_virtual_time
+async def test_how_slow_a_worker_is_shows_and_is_learned_anew_over_a_new_connection():
     prices = Prices(
         prefill_step_s=0.0,
         prefill_token_s=1e-5,
@@ -343,314 +229,204 @@ def test_how_slow_a_worker_is_shows_and_is_learned_anew_over_a_new_connection():
         decode_sequence_s=0.0,
         decode_token_s=0.0,
     )
-
-    async def main() -> None:
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            await cluster.start("w1", Stepping(), prices=prices)
-            await asyncio.sleep(0.01)
-            assert view(dispatcher, "w1").price_factor == 1.0
-            async with dispatcher.open(make_request()) as stream:
-                reading = asyncio.ensure_future(anext(stream))
-                await asyncio.sleep(8.0)
-                assert view(dispatcher, "w1").price_factor == pytest.approx(2.0)
-                (server,) = cluster.plane._servers.values()
-                server.links[0].break_off("the cable was pulled", tell_service=True)
-                await asyncio.sleep(1.0)
-                assert (view(dispatcher, "w1").connections, view(dispatcher, "w1").price_factor) == (2, 1.0)
-                await asyncio.sleep(8.0)
-                assert view(dispatcher, "w1").price_factor == pytest.approx(2.0)
-                dispatcher.check()
-                reading.cancel()
-
-    run_virtual(main())
-
-
-def test_a_draining_worker_finishes_and_gets_nothing_new():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        engines["w1"].step(events=[stored(HASHES)])
-        await settle()
-        async with dispatcher.open(make_request()) as stream:
-            await settle()
-            cluster.worker("w1").stop()
-            await settle()
-            draining = view(dispatcher, "w1")
-            assert (draining.condition, draining.state) == (Condition.DRAINING, InstanceState.DRAINING)
-            assert await route(dispatcher, make_request("other")) == "w2"
-            await asyncio.sleep(5.0)
-            engines["w1"].emit("r", 1, finish=FinishReason.STOP)
-            assert (await anext(stream)).finish_reason is FinishReason.STOP
-        await asyncio.sleep(1.0)
-        assert [worker.name for worker in dispatcher.workers()] == ["w2"]
-        assert engines["w1"].closed
-
-    run_scenario(scene, num_workers=2)
-
-
-def test_a_model_or_adapter_whose_only_worker_drains_is_not_unknown():
-    """Who asks for it is told to come back: another worker may be on its way."""
-
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        worker = await cluster.start("w1", ManualEngine(), adapters=["sql"])
-        await settle()
-        assert set(dispatcher.models()) == {"tiny", "sql"}
-        assert not dispatcher.expects("sql"), "it is there"
-        async with dispatcher.open(make_request()):
-            await settle()
-            worker.stop()
-            await settle()
-            assert not dispatcher.models()
-            assert [dispatcher.expects(name) for name in ("tiny", "sql", "poems")] == [True, True, False]
-        await asyncio.sleep(5.0)
-        assert not dispatcher.expects("tiny"), "it is gone"
-
-    run_scenario(scene, num_workers=0)
-
-
-def test_a_withdrawn_worker_may_finish_what_it_has():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        async with dispatcher.open(make_request()) as stream:
-            await settle()
-            cluster.discovery._table.remove(cluster.worker("w1").instance.worker_id, "the operator said so")
-            await settle()
-            assert view(dispatcher, "w1").condition is Condition.WITHDRAWN
-            assert not dispatcher.models()
-            engines["w1"].emit("r", 1, finish=FinishReason.STOP)
-            assert (await anext(stream)).finish_reason is FinishReason.STOP
-        await settle()
-        assert not dispatcher.workers()
-
-    run_scenario(scene, num_workers=1)
-
-
-def test_workers_that_name_blocks_otherwise_wait_until_the_others_are_gone():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        info = EngineInfo(
-            block_size=8, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
-        )
-        await cluster.start("w2", ManualEngine(info), card=small_card(block_size=8))
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        await cluster.start("w1", Stepping(), prices=prices)
         await asyncio.sleep(0.01)
-        assert view(dispatcher, "w2").condition is Condition.MISMATCHED
-        assert dispatcher.models()["tiny"].block_size == 4
-        assert await route(dispatcher, make_request("a")) == "w1"
+        assert view(dispatcher, "w1").price_factor == 1.0
+        async with dispatcher.open(make_request()) as stream:
+            reading = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(8.0)
+            assert view(dispatcher, "w1").price_factor == pytest.approx(2.0)
+            cluster.cut("w1")
+            await asyncio.sleep(1.0)
+            assert (view(dispatcher, "w1").connections, view(dispatcher, "w1").price_factor) == (2, 1.0)
+            await asyncio.sleep(8.0)
+            assert view(dispatcher, "w1").price_factor == pytest.approx(2.0)
+            dispatcher.check()
+            reading.cancel()
+
+
+@scenario(num_workers=2)
+async def test_a_draining_worker_finishes_and_gets_nothing_new(cluster, dispatcher, engines):
+    engines["w1"].step(events=[stored(HASHES)])
+    await settle()
+    async with dispatcher.open(make_request()) as stream:
+        await settle()
         cluster.worker("w1").stop()
         await settle()
-        assert view(dispatcher, "w2").condition is Condition.READY
-        assert dispatcher.models()["tiny"].block_size == 8
-        assert dispatcher.models()["tiny"].context_length == 99
+        draining = view(dispatcher, "w1")
+        assert (draining.condition, draining.state) == (Condition.DRAINING, InstanceState.DRAINING)
+        assert await route(dispatcher, make_request("other")) == "w2"
+        await asyncio.sleep(5.0)
+        engines["w1"].emit("r", 1, finish=FinishReason.STOP)
+        assert (await anext(stream)).finish_reason is FinishReason.STOP
+    await asyncio.sleep(1.0)
+    assert [worker.name for worker in dispatcher.workers()] == ["w2"]
+    assert engines["w1"].closed
 
-    run_scenario(scene, num_workers=1)
+
+@scenario(num_workers=0)
+async def test_a_model_or_adapter_whose_only_worker_drains_is_not_unknown(cluster, dispatcher, engines):
+    """Who asks for it is told to come back: another worker may be on its way."""
+
+    worker = await cluster.start("w1", ManualEngine(), adapters=["sql"])
+    await settle()
+    assert set(dispatcher.models()) == {"tiny", "sql"}
+    assert not dispatcher.expects("sql"), "it is there"
+    async with dispatcher.open(make_request()):
+        await settle()
+        worker.stop()
+        await settle()
+        assert not dispatcher.models()
+        assert [dispatcher.expects(name) for name in ("tiny", "sql", "poems")] == [True, True, False]
+    await asyncio.sleep(5.0)
+    assert not dispatcher.expects("tiny"), "it is gone"
+
+
+@scenario(num_workers=1)
+async def test_a_withdrawn_worker_may_finish_what_it_has(cluster, dispatcher, engines):
+    async with dispatcher.open(make_request()) as stream:
+        await settle()
+        cluster.abandon("w1")
+        await asyncio.sleep(cluster.discovery.lease_ttl_s + 0.1)
+        assert view(dispatcher, "w1").condition is Condition.WITHDRAWN
+        assert not dispatcher.models()
+        engines["w1"].emit("r", 1, finish=FinishReason.STOP)
+        assert (await anext(stream)).finish_reason is FinishReason.STOP
+    await settle()
+    assert not dispatcher.workers()
+
+
+@scenario(num_workers=1)
+async def test_workers_that_name_blocks_otherwise_wait_until_the_others_are_gone(
+    cluster, dispatcher, engines
+):
+    info = EngineInfo(
+        block_size=8, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
+    )
+    await cluster.start("w2", ManualEngine(info), card=small_card(block_size=8))
+    await asyncio.sleep(0.01)
+    assert view(dispatcher, "w2").condition is Condition.MISMATCHED
+    assert dispatcher.models()["tiny"].block_size == 4
+    assert await route(dispatcher, make_request("a")) == "w1"
+    cluster.worker("w1").stop()
+    await settle()
+    assert view(dispatcher, "w2").condition is Condition.READY
+    assert dispatcher.models()["tiny"].block_size == 8
+    assert dispatcher.models()["tiny"].context_length == 99
 
 
 @pytest.mark.parametrize(
     ("odd", "others"), [(Role.AGGREGATED, 2), (Role.PREFILL, 1)], ids=["fewer", "answers nobody"]
 )
-def test_a_router_that_starts_takes_the_blocks_that_most_who_answer_have(odd, others):
-    async def scene() -> None:
-        async with MemoryCluster() as cluster:
-            other = msgspec.structs.replace(small_card(), salt=b"another")
-            await cluster.start("odd", tiny_engine(), role=odd, card=other)
-            for number in range(others):
-                await cluster.start(f"w{number}", tiny_engine())
-            async with cluster.dispatcher() as dispatcher:
-                await dispatcher.looked()
-                assert view(dispatcher, "odd").condition is Condition.MISMATCHED
-                assert await route(dispatcher, make_request()) in ("w0", "w1")
-                await cluster.start("more", tiny_engine(), card=other)
-                await cluster.start("most", tiny_engine(), card=other)
-                await settle()
-                assert view(dispatcher, "w0").condition is Condition.READY, "who rules goes on"
-                dispatcher.check()
-
-    run_virtual(scene())
-
-
-def test_a_version_of_which_only_prefill_workers_are_left_gives_way_in_time():
-    async def scene() -> None:
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            await cluster.start("p", tiny_engine(), role=Role.PREFILL)
-            await cluster.start("old", tiny_engine(), role=Role.DECODE)
+@in_virtual_time
+async def test_a_router_that_starts_takes_the_blocks_that_most_who_answer_have(odd, others):
+    async with MemoryCluster() as cluster:
+        other = msgspec.structs.replace(small_card(), salt=b"another")
+        await cluster.start("odd", tiny_engine(), role=odd, card=other)
+        for number in range(others):
+            await cluster.start(f"w{number}", tiny_engine())
+        async with cluster.dispatcher() as dispatcher:
             await dispatcher.looked()
-            new = msgspec.structs.replace(small_card(), salt=b"new")
-            await cluster.start("new", tiny_engine(), role=Role.DECODE, card=new)
-            await asyncio.sleep(200)
-            assert view(dispatcher, "new").condition is Condition.MISMATCHED, "the old one answers"
-            cluster.worker("old").stop()
-            await asyncio.sleep(50)
-            assert view(dispatcher, "new").condition is Condition.MISMATCHED, "the old one may come back"
-            await asyncio.sleep(50)
-            assert view(dispatcher, "new").condition is Condition.READY
-            assert view(dispatcher, "p").condition is Condition.MISMATCHED
-            assert await route(dispatcher, make_request()) == "new"
+            assert view(dispatcher, "odd").condition is Condition.MISMATCHED
+            assert await route(dispatcher, make_request()) in ("w0", "w1")
+            await cluster.start("more", tiny_engine(), card=other)
+            await cluster.start("most", tiny_engine(), card=other)
+            await settle()
+            assert view(dispatcher, "w0").condition is Condition.READY, "who rules goes on"
             dispatcher.check()
 
-    run_virtual(scene())
 
-
-def test_prefill_workers_get_no_whole_requests():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        instance = cluster.worker("w1").instance
-        prefill = msgspec.structs.replace(instance, role=Role.PREFILL)
-        cluster.discovery._table.put(prefill)
-        await settle()
-        assert view(dispatcher, "w1").condition is Condition.PREFILL_ONLY
-        assert not dispatcher.models()
-        advice = r"one of the 1 that only compute prompts answer \(penstock role w1 decode\)"
-        with pytest.raises(Unavailable, match=advice):
-            async with dispatcher.open(make_request()):
-                pass
-
-    run_scenario(scene, num_workers=1)
-
-
-def test_too_many_workers_are_left_out_until_there_is_room():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        assert [worker.name for worker in dispatcher.workers()] == ["w1", "w2"]
-        cluster.worker("w1").stop()
-        await asyncio.sleep(1.0)
-        assert [(w.name, w.condition) for w in dispatcher.workers()] == [("w3", "ready"), ("w2", "ready")]
-        engines["w3"].step(events=[stored(HASHES)])
-        await settle()
-        assert await route(dispatcher, make_request()) == "w3"
-
-    run_scenario(scene, num_workers=3, config=RouterConfig(workers_max=2))
-
-
-def test_files_come_from_any_worker_that_has_them():
-    content = b"{}"
-    file = CardFile(name="tokenizer.json", sha256=hashlib.sha256(content).hexdigest(), size_bytes=2)
-    card = msgspec.structs.replace(small_card(), files=(file,))
-
-    async def main() -> None:
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            await cluster.start("w1", ManualEngine(), card=card)  # lists it and has lost it
-            await cluster.start("w2", ManualEngine(), card=card, files={file.sha256: content})
-            await asyncio.sleep(0.01)
-            for _ in range(5):
-                assert await dispatcher.fetch_file(dispatcher.models()["tiny"], file) == content
-            cluster.kill("w2")
-            await settle()
-            with pytest.raises(
-                Unavailable, match=r"tokenizer.json could not be fetched from any of 1 connected"
-            ):
-                await dispatcher.fetch_file(card, file)
-
-    run_virtual(main())
-
-
-def test_workers_whose_lease_ran_out_are_asked_last_for_files():
-    content = b"{}"
-    file = CardFile(name="tokenizer.json", sha256=hashlib.sha256(content).hexdigest(), size_bytes=2)
-    card = msgspec.structs.replace(small_card(), files=(file,))
-
-    async def main() -> None:
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            await cluster.start("w1", ManualEngine(), card=card)  # lists it and has lost it
-            await asyncio.sleep(0.01)
-            async with dispatcher.open(make_request()):
-                await settle()
-                await cluster.start("w2", ManualEngine(), card=card, files={file.sha256: content})
-                cluster.discovery._table.remove(cluster.worker("w1").instance.worker_id, "lease expired")
-                await asyncio.sleep(0.01)
-                assert view(dispatcher, "w1").condition is Condition.WITHDRAWN
-                with capture_logs() as logs:
-                    for _ in range(10):
-                        assert await dispatcher.fetch_file(card, file) == content
-        assert not logs
-
-    run_virtual(main())
-
-
-def test_the_view_is_json_for_people():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        async with dispatcher.open(make_request()):
-            await settle()
-            shown = json.loads(msgspec.json.encode(dispatcher.workers()))
-        assert [(worker["name"], worker["condition"], worker["model"]) for worker in shown] == [
-            ("w1", "ready", "tiny")
-        ]
-        assert shown[0]["load"]["running_requests"] == 1
-        assert shown[0]["load"]["waiting_requests"] == 0  # zeros are shown
-        assert shown[0]["open_requests"] == 1
-
-    run_scenario(scene, num_workers=1)
-
-
-def test_listeners_are_told_once_a_turn_however_much_has_changed():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        told = []
-        fleet = dispatcher._shared.fleet
-        with fleet.changes.telling(lambda: told.append(len(dispatcher.models()))):
-            for name in engines:
-                cluster.worker(name).stop()
-            await settle()
-            assert 1 <= len(told) <= 2
-            assert told[-1] == 0
-        await cluster.start("w5", ManualEngine())
-        await settle()
-        assert told[-1] == 0
-        assert dispatcher.models()
-
-    run_scenario(scene, num_workers=4)
-
-
-def test_slots_are_used_again_and_columns_grow_by_doubling():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        fleet = dispatcher._shared.fleet
-        assert len(fleet.pools["tiny"].ready) == fleet.loads.num_slots == fleet.tree.num_slots == 8
-        for name in ("w2", "w4"):
-            cluster.worker(name).stop()
-        await asyncio.sleep(1.0)
+@in_virtual_time
+async def test_a_version_of_which_only_prefill_workers_are_left_gives_way_in_time():
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        await cluster.start("p", tiny_engine(), role=Role.PREFILL)
+        await cluster.start("old", tiny_engine(), role=Role.DECODE)
+        await dispatcher.looked()
+        new = msgspec.structs.replace(small_card(), salt=b"new")
+        await cluster.start("new", tiny_engine(), role=Role.DECODE, card=new)
+        await asyncio.sleep(200)
+        assert view(dispatcher, "new").condition is Condition.MISMATCHED, "the old one answers"
+        cluster.worker("old").stop()
+        await asyncio.sleep(50)
+        assert view(dispatcher, "new").condition is Condition.MISMATCHED, "the old one may come back"
+        await asyncio.sleep(50)
+        assert view(dispatcher, "new").condition is Condition.READY
+        assert view(dispatcher, "p").condition is Condition.MISMATCHED
+        assert await route(dispatcher, make_request()) == "new"
         dispatcher.check()
-        for name in ("w6", "w7", "w8"):
-            await cluster.start(name, ManualEngine())
+
+
+@scenario(num_workers=0)
+async def test_prefill_workers_get_no_whole_requests(cluster, dispatcher, engines):
+    await cluster.start("w1", tiny_engine(), role=Role.PREFILL)
+    await settle()
+    assert view(dispatcher, "w1").condition is Condition.PREFILL_ONLY
+    assert not dispatcher.models()
+    advice = r"one of the 1 that only compute prompts answer \(penstock role w1 decode\)"
+    with pytest.raises(Unavailable, match=advice):
+        async with dispatcher.open(make_request()):
+            pass
+
+
+@scenario(num_workers=3, config=RouterConfig(workers_max=2))
+async def test_too_many_workers_are_left_out_until_there_is_room(cluster, dispatcher, engines):
+    assert [worker.name for worker in dispatcher.workers()] == ["w1", "w2"]
+    cluster.worker("w1").stop()
+    await asyncio.sleep(1.0)
+    assert [(w.name, w.condition) for w in dispatcher.workers()] == [("w3", "ready"), ("w2", "ready")]
+    engines["w3"].step(events=[stored(HASHES)])
+    await settle()
+    assert await route(dispatcher, make_request()) == "w3"
+
+
+@in_virtual_time
+async def test_files_come_from_any_worker_that_has_them():
+    content = b"{}"
+    file = CardFile(name="tokenizer.json", sha256=hashlib.sha256(content).hexdigest(), size_bytes=2)
+    card = msgspec.structs.replace(small_card(), files=(file,))
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        await cluster.start("w1", ManualEngine(), card=card)  # lists it and has lost it
+        await cluster.start("w2", ManualEngine(), card=card, files={file.sha256: content})
+        await asyncio.sleep(0.01)
+        for _ in range(5):
+            assert await dispatcher.fetch_file(dispatcher.models()["tiny"], file) == content
+        cluster.kill("w2")
         await settle()
-        assert [worker.name for worker in dispatcher.workers()] == ["w1", "w6", "w3", "w7", "w5", "w8"]
-        assert fleet.pools["tiny"].ready.tolist() == [True] * 6 + [False] * 2
-
-    run_scenario(scene, num_workers=5)
+        with pytest.raises(Unavailable, match=r"tokenizer.json could not be fetched from any of 1 connected"):
+            await dispatcher.fetch_file(card, file)
 
 
-def test_columns_are_for_reading():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        fleet = dispatcher._shared.fleet
-        for column in (fleet.pools["tiny"].ready, fleet.loads.running_requests, fleet.loads.own_blocks):
-            with pytest.raises(ValueError, match="read-only"):
-                column[0] = 1
-
-    run_scenario(scene)
-
-
-def test_forwarded_requests_stay_here_and_other_deployments_count_for_no_load():
-    async def main() -> None:
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            elsewhere = ManualEngine()
-            elsewhere.info = msgspec.structs.replace(elsewhere.info, is_deployment=True)
-            await cluster.start("elsewhere", elsewhere)
-            await asyncio.sleep(0.01)
-            assert await route(dispatcher, make_request("a")) == "elsewhere"
-            await cluster.start("here", ManualEngine())
-            await asyncio.sleep(0.01)
-            forwarded = msgspec.structs.replace(make_request("b"), is_forwarded=True)
-            assert await route(dispatcher, forwarded) == "here"
-            pooled = msgspec.structs.replace(make_request("c"), embeds=True)
-            assert await route(dispatcher, pooled) == "here", "the link makes none"
-            load = dispatcher.load("tiny")
-            assert (load.workers, load.total_blocks) == (1, 100)
-            assert dispatcher.load("other") is None
-            dispatcher.check()
-
-    run_virtual(main())
+@scenario(num_workers=5)
+async def test_slots_of_workers_that_left_are_used_again(cluster, dispatcher, engines):
+    for name in ("w2", "w4"):
+        cluster.worker(name).stop()
+    await asyncio.sleep(1.0)
+    dispatcher.check()
+    for name in ("w6", "w7", "w8"):
+        await cluster.start(name, ManualEngine())
+    await settle()
+    assert [worker.name for worker in dispatcher.workers()] == ["w1", "w6", "w3", "w7", "w5", "w8"]
 
 
-def test_who_is_ruled_out_gets_nothing_and_is_told_so():
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
-        dispatcher._shared.router._selector = WorkerSelector(First())
-        assert await route(dispatcher, make_request()) == "w1"
-        decision = dispatcher.latest_decisions(1)[-1]
-        assert (decision.num_candidates, decision.next_worker, decision.unit) == (3, None, "none")
-        assert [(c.cost, c.terms) for c in decision.candidates] == [(7.0, {}), (None, {}), (None, {})]
-
-    run_scenario(scene)
+@in_virtual_time
+async def test_forwarded_requests_stay_here_and_other_deployments_count_for_no_load():
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        elsewhere = ManualEngine()
+        elsewhere.info = msgspec.structs.replace(elsewhere.info, is_deployment=True)
+        await cluster.start("elsewhere", elsewhere)
+        await asyncio.sleep(0.01)
+        assert await route(dispatcher, make_request("a")) == "elsewhere"
+        await cluster.start("here", ManualEngine())
+        await asyncio.sleep(0.01)
+        forwarded = msgspec.structs.replace(make_request("b"), is_forwarded=True)
+        assert await route(dispatcher, forwarded) == "here"
+        pooled = msgspec.structs.replace(make_request("c"), embeds=True)
+        assert await route(dispatcher, pooled) == "here", "the link makes none"
+        load = dispatcher.load("tiny")
+        assert (load.workers, load.total_blocks) == (1, 100)
+        assert dispatcher.load("other") is None
+        dispatcher.check()
 
 
 class First:
@@ -660,3 +436,11 @@ class First:
 
     def costs(self, context: RoutingContext) -> np.ndarray:
         return np.where(np.arange(len(context.eligible)) == 0, 7.0, np.inf)
+
+
+@scenario(config=RouterConfig(policy=f"{__name__}:First"))
+async def test_who_is_ruled_out_gets_nothing_and_is_told_so(cluster, dispatcher, engines):
+    assert await route(dispatcher, make_request()) == "w1"
+    decision = dispatcher.latest_decisions(1)[-1]
+    assert (decision.num_candidates, decision.next_worker, decision.unit) == (3, None, "none")
+    assert [(c.cost, c.terms) for c in decision.candidates] == [(7.0, {}), (None, {}), (None, {})]

@@ -19,6 +19,7 @@ from penstock.router.fleet.ranks import Ranks
 from penstock.router.workers.member import Condition
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster, small_card
+from tests.support.scenes import scenes
 
 CONFIG = RouterConfig(policy="kv")
 BLOCKS = 80
@@ -97,89 +98,66 @@ def run(scene) -> None:
     run_virtual(main())
 
 
-def test_a_prompt_goes_to_the_rank_that_holds_it() -> None:
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher) -> None:
-        (first, cold), (second, _) = await asyncio.gather(
-            answer(dispatcher, request("a", 100)), answer(dispatcher, request("b", 500))
-        )
-        assert {first, second} == {"w1/0", "w1/1"}, "idle ranks share the load"
-        assert cold == 0
-        for number in range(4):
-            assert await answer(dispatcher, request(f"a{number}", 100)) == (first, 40)
-            assert await answer(dispatcher, request(f"b{number}", 500)) == (second, 40)
-        held = {view.name: view.indexed_blocks for view in dispatcher.workers()}
-        assert 10 <= held[first] < BLOCKS
-        assert 10 <= held[second] < BLOCKS
-        worker = cluster.worker("w1")
-        worker.check()
-        rank = int(first[-1])
-        mirror = worker.publishers.ranks[rank].mirror.counts()
-        assert len(mirror) == held[first], "the index has what this rank said, and nothing of the other"
-
-    run(scene)
+scenario = scenes(run, 2)()
 
 
-def test_ranks_have_loads_of_their_own() -> None:
-    async def scene(_cluster: MemoryCluster, dispatcher: Dispatcher) -> None:
-        async with asyncio.TaskGroup() as group:
-            for number in range(6):
-                asked = request(f"r{number}", 60 * number, max_tokens=60)
-                group.create_task(answer(dispatcher, asked))
-                await asyncio.sleep(0.001)
-            await asyncio.sleep(0.1)
-            loads = {view.name: view for view in dispatcher.workers()}
-            names = [dispatcher.explain(f"r{number}")[-1].worker for number in range(6)]
-            assert {names.count(name) for name in loads} <= {2, 3, 4}, "both ranks are used"
-            for name, view in loads.items():
-                assert view.load is not None
-                assert view.load["running_requests"] == names.count(name) == view.open_requests
-                assert view.load["total_blocks"] == BLOCKS
-                assert not view.load["ranks"]
+@scenario
+async def test_a_prompt_goes_to_the_rank_that_holds_it(cluster, dispatcher):
+    (first, cold), (second, _) = await asyncio.gather(
+        answer(dispatcher, request("a", 100)), answer(dispatcher, request("b", 500))
+    )
+    assert {first, second} == {"w1/0", "w1/1"}, "idle ranks share the load"
+    assert cold == 0
+    for number in range(4):
+        assert await answer(dispatcher, request(f"a{number}", 100)) == (first, 40)
+        assert await answer(dispatcher, request(f"b{number}", 500)) == (second, 40)
+    held = {view.name: view.indexed_blocks for view in dispatcher.workers()}
+    assert 10 <= held[first] < BLOCKS
+    assert 10 <= held[second] < BLOCKS
+    worker = cluster.worker("w1")
+    worker.check()
+    rank = int(first[-1])
+    mirror = worker.publishers.ranks[rank].mirror.counts()
+    assert len(mirror) == held[first], "the index has what this rank said, and nothing of the other"
 
-    run(scene)
+
+@scenario
+async def test_a_registration_comes_and_goes_with_all_its_ranks(cluster, dispatcher):
+    assert views(dispatcher) == {"w1/0": Condition.READY, "w1/1": Condition.READY}
+    with pytest.raises(RequestError, match="w1/1 is a data-parallel rank of worker w1"):
+        await dispatcher.sleep("w1/1", 1)
+    changed = await dispatcher.sleep("w1", 1)
+    assert (changed.worker, changed.state) == ("w1", InstanceState.ASLEEP)
+    assert set(views(dispatcher).values()) == {Condition.ASLEEP}
+    await dispatcher.wake_up("w1")
+    assert set(views(dispatcher).values()) == {Condition.READY}
+    cluster.kill("w1")
+    await asyncio.sleep(20)
+    assert views(dispatcher) == {}
 
 
-def test_a_registration_comes_and_goes_with_all_its_ranks() -> None:
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher) -> None:
-        assert views(dispatcher) == {"w1/0": Condition.READY, "w1/1": Condition.READY}
-        with pytest.raises(RequestError, match="w1/1 is a data-parallel rank of worker w1"):
-            await dispatcher.sleep("w1/1", 1)
-        changed = await dispatcher.sleep("w1", 1)
-        assert (changed.worker, changed.state) == ("w1", InstanceState.ASLEEP)
-        assert set(views(dispatcher).values()) == {Condition.ASLEEP}
-        await dispatcher.wake_up("w1")
-        assert set(views(dispatcher).values()) == {Condition.READY}
+@scenario
+async def test_what_a_dead_worker_ran_goes_to_another_worker_not_to_its_other_rank(cluster, dispatcher):
+    await cluster.start("w2", engine_of())
+    await asyncio.sleep(0.01)
+
+    async def run_whole(asked: Request) -> None:
+        tokens, reason = 0, None
+        async with dispatcher.open(asked) as stream:
+            async for delta in stream:
+                tokens += len(delta.token_ids) // 4
+                reason = delta.finish_reason
+        assert (tokens, reason) == (60, FinishReason.LENGTH)
+
+    async with asyncio.TaskGroup() as group:
+        asked = [request(f"r{number}", 60 * number, max_tokens=60) for number in range(8)]
+        for each in asked:
+            group.create_task(run_whole(each))
+        await asyncio.sleep(0.1)
+        before = {each.request_id: dispatcher.explain(each.request_id)[-1].worker for each in asked}
+        assert len(set(before.values())) == 4
         cluster.kill("w1")
-        await asyncio.sleep(20)
-        assert views(dispatcher) == {}
-
-    run(scene)
-
-
-def test_what_a_dead_worker_ran_goes_to_another_worker_not_to_its_other_rank() -> None:
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher) -> None:
-        await cluster.start("w2", engine_of())
-        await asyncio.sleep(0.01)
-
-        async def run_whole(asked: Request) -> None:
-            tokens, reason = 0, None
-            async with dispatcher.open(asked) as stream:
-                async for delta in stream:
-                    tokens += len(delta.token_ids) // 4
-                    reason = delta.finish_reason
-            assert (tokens, reason) == (60, FinishReason.LENGTH)
-
-        async with asyncio.TaskGroup() as group:
-            asked = [request(f"r{number}", 60 * number, max_tokens=60) for number in range(8)]
-            for each in asked:
-                group.create_task(run_whole(each))
-            await asyncio.sleep(0.1)
-            before = {each.request_id: dispatcher.explain(each.request_id)[-1].worker for each in asked}
-            assert len(set(before.values())) == 4
-            cluster.kill("w1")
-        moved = [dispatcher.explain(name) for name, worker in before.items() if worker.startswith("w1/")]
-        for decisions in moved:
-            assert len(decisions) == 2, "moved once"
-            assert decisions[-1].worker.startswith("w2/")
-
-    run(scene)
+    moved = [dispatcher.explain(name) for name, worker in before.items() if worker.startswith("w1/")]
+    for decisions in moved:
+        assert len(decisions) == 2, "moved once"
+        assert decisions[-1].worker.startswith("w2/")

@@ -4,20 +4,20 @@ import asyncio
 
 import msgspec
 import numpy as np
+import pytest
 
 from penstock.core.hashing import block_hashes, root_hash
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from penstock.core.types.kv.summary import CHUNK_TOKENS, PrefixSummary, chunk_hashes, pack_root
 from penstock.core.types.load import LinkReport, WorkerLoad
-from penstock.core.wire import PackedHashes, pack_hashes, unpack_hashes
+from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.config import PrefixSummaryConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.index.region_index import RegionIndex
-from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
-from tests.support.scene import Engines, make_request, run_scenario, settle, stored
+from tests.support.scene import Engines, make_request, run_scenario, stored
+from tests.support.scenes import in_virtual_time, scenes
 
 BLOCK = 4
 PROMPT = tuple(range(1, 1 + 3 * CHUNK_TOKENS + 5))
@@ -42,93 +42,42 @@ async def route(dispatcher: Dispatcher, request_id: str) -> tuple[str, dict[str,
         return decision.worker, {each.worker: each.overlap_blocks for each in decision.candidates}
 
 
-def test_a_region_attracts_requests_whose_prefix_it_tells_of_and_no_others() -> None:
-    async def main() -> None:
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            elsewhere, here = engine(is_deployment=True), engine()
-            await cluster.start("elsewhere", elsewhere)
-            await cluster.start("here", here)
-            await asyncio.sleep(0.01)
-            steps: list[tuple[KvEvent, int]] = [
-                (told(CHUNKS[1:2]), 0),  # nothing after the first that is missing
-                (BlockRemoved(block_hashes=pack_hashes(CHUNKS[1:2])), 0),
-                (told(CHUNKS[:1]), 1),
-                (told(CHUNKS), 3),
-                (AllBlocksCleared(), 0),
-            ]
-            here.step(events=[stored(HASHES[:100])])
-            for number, (event, chunks) in enumerate(steps):
-                elsewhere.step(events=[event])
-                await settle()
-                assert dispatcher._shared.router.score(make_request("s", PROMPT)) is not None
-                match = dispatcher._shared.fleet.match(dispatcher._shared.fleet.pools["tiny"], HASHES)
-                slots = {m.instance.name: m.slot for m in dispatcher._shared.fleet.slots.now() if m}
-                assert match.depths[slots["elsewhere"]] == chunks * CHUNK_TOKENS // BLOCK, number
-                assert match.tiers[0, slots["elsewhere"]] == match.depths[slots["elsewhere"]], number
-                assert match.depths[slots["here"]] == 100
-                dispatcher.check()
-            elsewhere.step(events=[told(CHUNKS)])
-            await settle()
-            assert await route(dispatcher, "a") == ("elsewhere", {"elsewhere": 192, "here": 100})
-            cluster.kill("elsewhere")
-            await settle()
-            assert dispatcher._shared.fleet._indexer.regions.num_chunks == 0, "a lost link tells nothing"
+class Link(ManualEngine):
+    """Measures what a test says."""
+
+    round_trip_s = 0.0
+
+    def load(self) -> WorkerLoad:
+        link = LinkReport(region="eu", frontends=1, healthy=1, round_trip_s=self.round_trip_s)
+        return msgspec.structs.replace(super().load(), link=link)
+
+
+@in_virtual_time
+async def test_a_region_attracts_requests_whose_prefix_it_tells_of_and_no_others():
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        elsewhere, here = Link(engine(is_deployment=True).info), engine()
+        elsewhere.round_trip_s = 1.0  # so far that no prefix is worth the way
+        await cluster.start("elsewhere", elsewhere)
+        await cluster.start("here", here)
+        await asyncio.sleep(0.01)
+        steps: list[tuple[KvEvent, int]] = [
+            (told(CHUNKS[1:2]), 0),  # nothing after the first that is missing
+            (BlockRemoved(block_hashes=pack_hashes(CHUNKS[1:2])), 0),
+            (told(CHUNKS[:1]), 1),
+            (told(CHUNKS), 3),
+            (AllBlocksCleared(), 0),
+        ]
+        here.step(events=[stored(HASHES[:100])])
+        for number, (event, chunks) in enumerate(steps):
+            elsewhere.step(events=[event])
+            await asyncio.sleep(2.0)  # load reports have a pace
+            worker, blocks = await route(dispatcher, f"r{number}")
+            assert (worker, blocks) == ("here", {"elsewhere": chunks * CHUNK_TOKENS // BLOCK, "here": 100})
             dispatcher.check()
-
-    run_virtual(main())
-
-
-def test_events_of_other_sizes_are_left_out() -> None:
-    index = RegionIndex()
-    odd = BlockStored(block_hashes=PackedHashes(b"odd"), parent_block_hash=None, block_size=CHUNK_TOKENS)
-    assert index.apply(1, [stored(HASHES), told(CHUNKS, 512), odd, told(CHUNKS[:2])], BLOCK) == 3
-    assert index.num_chunks == 2
-
-
-def test_a_router_tells_of_hot_prefixes_that_its_workers_hold_once_somebody_asks() -> None:
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        def ask(after: dict[int, int], cache_salt: str = "") -> PrefixSummary:
-            summary = dispatcher.prefix_summary("tiny", cache_salt, after, 1.0)
-            assert summary is not None
-            return summary
-
-        del cluster
-        await route(dispatcher, "nobody asks")
-        first = ask({})
-        assert first.root == pack_root(root_hash(BLOCK, b"tiny-1"))
-        assert (first.chunk_tokens, first.since, first.version, first.added) == (256, 0, 0, b"")
-        await route(dispatcher, "noted")
-        await asyncio.sleep(1.0)
-        assert not ask({}).added, "nobody holds it"
-        engines["w2"].step(events=[stored(HASHES)])
-        await asyncio.sleep(1.0)
-        second = ask({first.origin: first.version})
-        assert unpack_hashes(second.added).tolist() == CHUNKS.tolist()
-        assert ask({first.origin: second.version}).added == b""
-
-        async with dispatcher.open(
-            msgspec.structs.replace(make_request("salted", PROMPT), salt=b"tiny-1|cache_salt=x")
-        ):
-            pass
-        salted = block_hashes(PROMPT, BLOCK, b"tiny-1|cache_salt=x")[:, 0]
-        engines["w2"].step(events=[stored(salted)])
-        await asyncio.sleep(1.0)
-        assert ask({first.origin: second.version}).added == b"", "salted prompts are nobody else's business"
-        of_tenant = ask({}, cache_salt="t")
-        assert of_tenant.root == pack_root(root_hash(BLOCK, b"tiny-1|cache_salt=t"))
-        assert of_tenant.added == b""
-
-        engines["w2"].step(events=[BlockRemoved(block_hashes=pack_hashes(HASHES[100:]))])
-        await asyncio.sleep(1.0)
-        third = ask({first.origin: second.version})
-        assert unpack_hashes(third.removed).tolist() == CHUNKS[1:].tolist()[::-1], "children first"
-        assert dispatcher.prefix_summary("other", "", {}, 1.0) is None
-        await asyncio.sleep(100.0)
-        await route(dispatcher, "long after")
-        assert ask({}).added == b"", "nothing was noted while nobody asked"
-
-    config = RouterConfig(prefix_summary=PrefixSummaryConfig(bytes_per_s=64_000))
-    run_big(scene, config)
+        elsewhere.round_trip_s = 0.0
+        elsewhere.step(events=[told(CHUNKS)])
+        await asyncio.sleep(2.0)
+        assert await route(dispatcher, "a") == ("elsewhere", {"elsewhere": 192, "here": 100})
 
 
 def run_big(scene, config: RouterConfig) -> None:
@@ -144,49 +93,78 @@ def run_big(scene, config: RouterConfig) -> None:
     run_scenario(with_room, num_workers=0, config=config)
 
 
-def test_nothing_is_told_where_that_is_off() -> None:
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        del cluster, engines
-        assert dispatcher.prefix_summary("tiny", "", {}, 1.0) is None
-
-    run_big(scene, RouterConfig(prefix_summary=PrefixSummaryConfig(bytes_per_s=0)))
+in_a_big_scene = scenes(run_big, 3)
 
 
-class Link(ManualEngine):
-    """Measures what a test says."""
-
-    round_trip_s = 0.0
-
-    def load(self) -> WorkerLoad:
-        link = LinkReport(region="eu", frontends=1, healthy=1, round_trip_s=self.round_trip_s)
-        return msgspec.structs.replace(super().load(), link=link)
+TELLING = RouterConfig(prefix_summary=PrefixSummaryConfig(bytes_per_s=64_000))
 
 
-def test_the_way_to_a_region_costs_what_its_link_has_measured() -> None:
-    async def main() -> None:
-        far = Topology(same_host=NetworkPath(latency_s=0.5, bandwidth_bytes_per_s=1e8))
-        async with (
-            MemoryCluster() as cluster,
-            cluster.dispatcher(config=RouterConfig(topology=far)) as dispatcher,
-        ):
-            link = Link()
-            link.info = engine(is_deployment=True).info
-            await cluster.start("link", link)
-            await cluster.start("here", engine())
-            await asyncio.sleep(0.01)
-            fleet = dispatcher._shared.fleet
+@in_a_big_scene(TELLING)
+async def test_a_router_tells_of_hot_prefixes_that_its_workers_hold_once_somebody_asks(
+    cluster, dispatcher, engines
+):
+    def ask(after: dict[int, int], cache_salt: str = "") -> PrefixSummary:
+        summary = dispatcher.prefix_summary("tiny", cache_salt, after, 1.0)
+        assert summary is not None
+        return summary
 
-            def round_trips() -> dict[str, float]:
-                columns = fleet.pools["tiny"].prices.columns()
-                return {m.instance.name: columns.round_trip_s[m.slot] for m in fleet.slots.now() if m}
+    await route(dispatcher, "nobody asks")
+    first = ask({})
+    assert first.root == pack_root(root_hash(BLOCK, b"tiny-1"))
+    assert (first.chunk_tokens, first.since, first.version, first.added) == (256, 0, 0, b"")
+    await route(dispatcher, "noted")
+    await asyncio.sleep(1.0)
+    assert not ask({}).added, "nobody holds it"
+    engines["w2"].step(events=[stored(HASHES)])
+    await asyncio.sleep(1.0)
+    second = ask({first.origin: first.version})
+    assert unpack_hashes(second.added).tolist() == CHUNKS.tolist()
+    assert ask({first.origin: second.version}).added == b""
 
-            assert round_trips() == {"link": 1.0, "here": 1.0}, "as the graph says, until it is measured"
-            for measured_s, priced_s in ((0.09, 0.09), (0.25, 0.25), (1000.0, 120.0), (0.03, 0.03)):
-                await route(dispatcher, f"r{measured_s}")  # prices that are in use change, too
-                link.round_trip_s = measured_s
-                link.step()
-                await asyncio.sleep(2.0)  # load reports have a pace
-                assert round_trips() == {"link": priced_s, "here": 1.0}
-                dispatcher.check()
+    async with dispatcher.open(
+        msgspec.structs.replace(make_request("salted", PROMPT), salt=b"tiny-1|cache_salt=x")
+    ):
+        pass
+    salted = block_hashes(PROMPT, BLOCK, b"tiny-1|cache_salt=x")[:, 0]
+    engines["w2"].step(events=[stored(salted)])
+    await asyncio.sleep(1.0)
+    assert ask({first.origin: second.version}).added == b"", "salted prompts are nobody else's business"
+    of_tenant = ask({}, cache_salt="t")
+    assert of_tenant.root == pack_root(root_hash(BLOCK, b"tiny-1|cache_salt=t"))
+    assert of_tenant.added == b""
 
-    run_virtual(main())
+    engines["w2"].step(events=[BlockRemoved(block_hashes=pack_hashes(HASHES[100:]))])
+    await asyncio.sleep(1.0)
+    third = ask({first.origin: second.version})
+    assert unpack_hashes(third.removed).tolist() == CHUNKS[1:].tolist()[::-1], "children first"
+    assert dispatcher.prefix_summary("other", "", {}, 1.0) is None
+    await asyncio.sleep(100.0)
+    await route(dispatcher, "long after")
+    assert ask({}).added == b"", "nothing was noted while nobody asked"
+
+
+@in_virtual_time
+async def test_the_way_to_a_region_costs_what_its_link_has_measured():
+    far = Topology(same_host=NetworkPath(latency_s=0.5, bandwidth_bytes_per_s=1e8))
+    async with (
+        MemoryCluster() as cluster,
+        cluster.dispatcher(config=RouterConfig(topology=far)) as dispatcher,
+    ):
+        link = Link(engine(is_deployment=True).info)
+        await cluster.start("link", link)
+        await cluster.start("here", engine())
+        await asyncio.sleep(0.01)
+
+        async def network_s() -> dict[str, float]:
+            async with dispatcher.open(make_request("r", PROMPT)):
+                (decision,) = dispatcher.latest_decisions(1)
+                return {each.worker: each.terms["network"] / 1e3 for each in decision.candidates}
+
+        as_said = await network_s()
+        assert as_said == pytest.approx({"link": 1.0, "here": 1.0}, abs=1e-3), "until it is measured"
+        for measured_s, priced_s in ((0.09, 0.09), (1000.0, 120.0), (0.03, 0.03)):
+            link.round_trip_s = measured_s
+            link.step()
+            await asyncio.sleep(2.0)  # load reports have a pace
+            assert await network_s() == pytest.approx({"link": priced_s, "here": 1.0}, abs=1e-3)
+            dispatcher.check()

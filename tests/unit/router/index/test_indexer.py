@@ -10,12 +10,10 @@ from structlog.testing import capture_logs
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventSnapshot
 from penstock.core.wire import PackedHashes, pack_hashes
 from penstock.router.config import RouterConfig
-from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.index.indexer import Indexer
 from penstock.router.metrics import RouterMetrics
-from penstock.sim.loop.loop import run_virtual
-from tests.support.cluster import MemoryCluster
-from tests.support.scene import HASHES, Engines, run_scenario, stored, view
+from tests.support.scene import HASHES, scenario, stored, view
+from tests.support.scenes import in_virtual_time
 
 SIZE = 4
 CUT = PackedHashes(pack_hashes(HASHES)[:-3])
@@ -28,101 +26,65 @@ BAD = [
 
 
 @pytest.mark.parametrize(("event", "fault"), BAD)
-def test_what_cannot_be_is_left_out_and_counted_and_the_rest_applied(event, fault):
-    async def main() -> None:
-        registry = CollectorRegistry()
-        indexer = Indexer(RouterConfig(), RouterMetrics(registry))
-        assert indexer.apply(0, [stored(HASHES[:2]), event], SIZE) == 1
-        assert indexer.tree.match(HASHES).depths.tolist() == [2]
-        assert indexer.apply(0, [AllBlocksCleared()], SIZE) == 0
-        if isinstance(event, BlockStored):
-            events = (stored(HASHES[:3]), event)
-            indexer.replace(0, EventSnapshot(sequence=2, chunk=0, last=True, events=events), SIZE)
-            assert indexer.tree.match(HASHES).depths.tolist() == [3]
-        indexer.check()
-        count = registry.get_sample_value("penstock_router_event_faults_total", {"fault": fault})
-        assert count == 1 + isinstance(event, BlockStored)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_what_cannot_be_is_left_out_and_counted_and_the_rest_applied(event, fault):
+    registry = CollectorRegistry()
+    indexer = Indexer(RouterConfig(), RouterMetrics(registry))
+    assert indexer.apply(0, [stored(HASHES[:2]), event], SIZE) == 1
+    assert indexer.tree.match(HASHES).depths.tolist() == [2]
+    assert indexer.apply(0, [AllBlocksCleared()], SIZE) == 0
+    if isinstance(event, BlockStored):
+        events = (stored(HASHES[:3]), event)
+        indexer.replace(0, EventSnapshot(sequence=2, chunk=0, last=True, events=events), SIZE)
+        assert indexer.tree.match(HASHES).depths.tolist() == [3]
+    indexer.check()
+    count = registry.get_sample_value("penstock_router_event_faults_total", {"fault": fault})
+    assert count == 1 + isinstance(event, BlockStored)
 
 
-def test_an_engine_that_names_a_blocks_parent_anew_is_counted():
-    async def main() -> None:
-        registry = CollectorRegistry()
-        indexer = Indexer(RouterConfig(), RouterMetrics(registry))
-        indexer.apply(0, [stored(HASHES[:2]), stored(HASHES[1:2])], SIZE)
-        await asyncio.sleep(2)
-        labels = {"fault": "contradiction"}
-        assert registry.get_sample_value("penstock_router_event_faults_total", labels) == 1
-
-    run_virtual(main())
-
-
-def test_no_more_blocks_are_kept_than_set_and_those_forgotten_are_counted():
-    async def main() -> None:
-        registry = CollectorRegistry()
-        indexer = Indexer(RouterConfig(indexed_blocks_max=1000), RouterMetrics(registry))
-        hashes = np.arange(1, 1301, dtype=np.uint64)
-        for prompt in hashes.reshape(13, 100):
-            indexer.apply(0, [stored(prompt)], SIZE)
-        await asyncio.sleep(2)
-        indexer.check()
-        held = registry.get_sample_value("penstock_router_indexed_blocks")
-        forgotten = registry.get_sample_value("penstock_router_evicted_blocks_total")
-        assert held is not None
-        assert 800 < held <= 1000
-        assert forgotten == 1300 - held
-        assert indexer.tree.match(hashes[-100:]).depths.tolist() == [100]
-        assert indexer.tree.match(hashes[:100]).depths.tolist() < [100], "the oldest go first"
-
-    run_virtual(main())
-
-
-def test_after_foreign_events_a_worker_is_asked_for_its_content_and_the_index_is_right_again():
+@scenario(num_workers=1)
+async def test_after_foreign_events_a_worker_is_asked_for_its_content_and_the_index_is_right_again(
+    cluster, dispatcher, engines
+):
     """What is left out of a batch may be what took back something that is told of as held."""
 
-    async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        engines["w1"].step(events=[stored(HASHES)])
-        await asyncio.sleep(0.01)
-        fleet = dispatcher._shared.fleet
-        (member,) = fleet.slots.now()[:1]
-        assert member is not None
-        other = BlockStored(
-            block_hashes=pack_hashes(np.arange(3, dtype=np.uint64)), parent_block_hash=None, block_size=16
-        )
-        with capture_logs() as logs:
-            for number in (2, 3):  # in place of what the worker says: as if its bytes had been another's
-                member.subscriber.push(
-                    EventBatch(sequence=number, events=(BlockRemoved(block_hashes=CUT), other))
-                )
-            engines["w1"].step(events=[BlockRemoved(block_hashes=pack_hashes(HASHES[3:]))])
-            engines["w1"].step(events=[stored(HASHES[:1])])
-            await asyncio.sleep(1)
-        shown = view(dispatcher, "w1")
-        assert (shown.condition, shown.connections, shown.indexed_blocks) == ("ready", 1, 3)
-        assert fleet.tree.match(HASHES).depths.tolist() == [3]
-        assert shown.event_resyncs == 1
-        warnings = [log for log in logs if log["log_level"] == "warning"]
-        assert [(log["event"], log["worker"], log["events"]) for log in warnings] == [
-            ("kv_events_left_out", "w1", 2)
-        ]
-
-    run_scenario(scene, num_workers=1)
+    engines["w1"].step(events=[stored(HASHES)])
+    await asyncio.sleep(0.01)
+    fleet = dispatcher._shared.fleet
+    (member,) = fleet.slots.now()[:1]
+    assert member is not None
+    other = BlockStored(
+        block_hashes=pack_hashes(np.arange(3, dtype=np.uint64)), parent_block_hash=None, block_size=16
+    )
+    with capture_logs() as logs:
+        for number in (2, 3):  # in place of what the worker says: as if its bytes had been another's
+            member.subscriber.push(
+                EventBatch(sequence=number, events=(BlockRemoved(block_hashes=CUT), other))
+            )
+        engines["w1"].step(events=[BlockRemoved(block_hashes=pack_hashes(HASHES[3:]))])
+        engines["w1"].step(events=[stored(HASHES[:1])])
+        await asyncio.sleep(1)
+    shown = view(dispatcher, "w1")
+    assert (shown.condition, shown.connections, shown.indexed_blocks) == ("ready", 1, 3)
+    assert fleet.tree.match(HASHES).depths.tolist() == [3]
+    assert shown.event_resyncs == 1
+    warnings = [log for log in logs if log["log_level"] == "warning"]
+    assert [(log["event"], log["worker"], log["events"]) for log in warnings] == [
+        ("kv_events_left_out", "w1", 2)
+    ]
 
 
-def test_there_is_room_for_what_workers_say_they_have_and_a_warning_past_it():
-    async def main() -> None:
-        indexer = Indexer(RouterConfig(), RouterMetrics(CollectorRegistry()))
-        hashes = np.random.default_rng(0).integers(0, 1 << 63, (13, 100_000), dtype=np.uint64)
-        indexer.expect(0, 1_000_000)
-        for prompt in hashes:
-            indexer.apply(0, [stored(prompt)], SIZE)
-        assert indexer.tree.held_blocks(0) == 1_300_000, "more than there is room for without workers"
-        indexer.leave(0)
-        indexer.expect(0, 10)
-        indexer.check()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_there_is_room_for_what_workers_say_they_have_and_a_warning_past_it():
+    indexer = Indexer(RouterConfig(), RouterMetrics(CollectorRegistry()))
+    hashes = np.random.default_rng(0).integers(0, 1 << 63, (13, 100_000), dtype=np.uint64)
+    indexer.expect(0, 1_000_000)
+    for prompt in hashes:
+        indexer.apply(0, [stored(prompt)], SIZE)
+    assert indexer.tree.held_blocks(0) == 1_300_000, "more than there is room for without workers"
+    indexer.leave(0)
+    indexer.expect(0, 10)
+    indexer.check()
 
 
 @pytest.mark.parametrize(
@@ -132,18 +94,16 @@ def test_there_is_room_for_what_workers_say_they_have_and_a_warning_past_it():
         (RouterConfig(), 600_000, "more than 2 times the 600000 blocks that they say they have"),
     ],
 )
-def test_a_full_index_says_what_to_do(config, blocks, fix):
-    async def main() -> None:
-        indexer = Indexer(config, RouterMetrics(CollectorRegistry()))
-        indexer.expect(3, blocks)
-        room = min(config.indexed_blocks_max, 2 * blocks)
-        hashes = np.arange(1, room + 101, dtype=np.uint64)
-        with capture_logs() as logs:
-            indexer.apply(0, [stored(hashes)], SIZE)
-            await asyncio.sleep(2)
-        assert indexer.tree.held_blocks(0) == room
-        (warning,) = logs
-        assert (warning["event"], warning["evicted"]) == ("index_full", 100)
-        assert fix in warning["fix"]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_full_index_says_what_to_do(config, blocks, fix):
+    indexer = Indexer(config, RouterMetrics(CollectorRegistry()))
+    indexer.expect(3, blocks)
+    room = min(config.indexed_blocks_max, 2 * blocks)
+    hashes = np.arange(1, room + 101, dtype=np.uint64)
+    with capture_logs() as logs:
+        indexer.apply(0, [stored(hashes)], SIZE)
+        await asyncio.sleep(2)
+    assert indexer.tree.held_blocks(0) == room
+    (warning,) = logs
+    assert (warning["event"], warning["evicted"]) == ("index_full", 100)
+    assert fix in warning["fix"]

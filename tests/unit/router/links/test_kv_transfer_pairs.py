@@ -4,7 +4,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.router.links import kv_transfer_pairs
 from tests.support.cluster import small_card
 from tests.support.kv_pairs import CARD, LAYOUT, at, costly, lending, pairs, worker
 
@@ -65,36 +64,6 @@ def test_of_several_kinds_each_goes_its_own_way():
     grown = mask(2, 5, of=8)
     found.put(5, worker("d2"))
     assert (found.kinds(8).decode_workers(0) & grown).tolist() == mask(5, of=8).tolist()
-    found.check()
-
-
-def test_decode_workers_alone_have_no_problem():
-    assert pairs(worker("d0"), worker("d1", None)).problem(1) is None
-
-
-def test_many_hosts_are_no_more_kinds_than_one(monkeypatch):
-    """What is worked out does not grow with the square of the hosts."""
-    asked = []
-    unfit = kv_transfer_pairs._unfit
-    monkeypatch.setattr(
-        kv_transfer_pairs, "_unfit", lambda *args, **kw: asked.append(1) or unfit(*args, **kw)
-    )
-    found = pairs()
-    for slot in range(200):
-        exchange = costly("shm", "tcp", host=b"%d" % (slot // 2), listens=("unix",) if slot < 8 else ("tcp",))
-        found.put(slot, worker(f"{'pd'[slot % 2]}{slot}", exchange))
-    everybody = np.ones(200, dtype=np.bool_)
-    decoders = np.arange(200) % 2 == 1
-    assert (found.kinds(200).decode_workers(0) & decoders).tolist() == mask(1, of=200).tolist(), (
-        "it is read on its host only"
-    )
-    assert (found.kinds(200).decode_workers(100) & decoders).tolist() == decoders.tolist()
-    assert found.prefill_workers(everybody, mask(1, of=200)).nonzero()[0].tolist() == [0, 1, *range(8, 200)]
-    assert found.prefill_workers(everybody, mask(51, of=200)).tolist() == (np.arange(200) >= 8).tolist()
-    assert all(found.problem(slot) is None for slot in range(200))
-    assert len(asked) <= 8, "two kinds, each with each, on one host and on two"
-    found.remove(1)
-    assert "listens on no tcp" in found.problem(0)
     found.check()
 
 

@@ -36,32 +36,6 @@ def test_workers_of_a_host_are_closer_than_others():
     assert bandwidths(table, 1) == pytest.approx([50e9, 400e9])
 
 
-def test_what_is_said_of_links_holds_for_all():
-    assert bandwidths(bandwidths_of(7e9), 0) == pytest.approx([7e9, 7e9])
-
-
-def test_who_moves_is_elsewhere():
-    table = bandwidths_of()
-    assert bandwidths(table, 0) == pytest.approx([400e9, 50e9])
-    table.put(1, Location(host="a"))
-    assert bandwidths(table, 0) == pytest.approx([400e9, 400e9])
-
-
-def test_there_are_as_many_as_slots():
-    table = bandwidths_of()
-    table.byte_s(0)
-    table.grow(4)
-    table.put(3, Location(host="b"))
-    assert bandwidths(table, 1) == pytest.approx([50e9, 400e9, 400e9, 400e9]), "nobody knows where 2 is"
-
-
-def test_rows_stay_as_they_are():
-    table = bandwidths_of()
-    with pytest.raises(ValueError, match="read-only"):
-        table.byte_s(0)[:] = 0
-    assert np.array_equal(table.byte_s(0), table.byte_s(0))
-
-
 class Reader:
     """The worker in slot 1, who reads from the one in slot 0, on another host, and reports it."""
 
@@ -148,14 +122,6 @@ def test_a_speed_that_is_said_of_all_links_is_not_corrected():
     table = bandwidths_of(7e9)
     Reader(table).read(1e9, times=20)
     assert bandwidths(table, 0) == pytest.approx([7e9, 7e9])
-
-
-def test_what_was_learned_holds_while_others_come_and_move():
-    table = bandwidths_of()
-    Reader(table).read(10e9, times=20)
-    table.grow(3)
-    table.put(2, Location(host="a"))
-    assert bandwidths(table, 0) == pytest.approx([400e9, 10e9, 400e9], rel=0.01)
 
 
 def read(num_bytes, seconds):

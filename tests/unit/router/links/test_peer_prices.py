@@ -86,14 +86,6 @@ def test_what_loads_no_sooner_than_it_is_computed_changes_no_price(token_s):
     )
 
 
-def test_the_source_that_saves_most_is_taken():
-    context = context_of([80, 70, 0])
-    speeds = {(0, 2): TOKEN_S * 0.8, (1, 2): TOKEN_S * 0.1, (0, 1): TOKEN_S * 0.1}
-    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES, readers=context.eligible)
-    assert loads.sources.tolist() == [-1, 0, 1]
-    assert loads.context.overlap_blocks.tolist() == [80, 80, 70]
-
-
 def test_what_a_worker_has_itself_counts_before_what_others_have():
     context = context_of([80, 30, 0], stored=[0, 20, 20], stored_token_s=TOKEN_S / 2)
     speeds = {(0, 1): TOKEN_S / 10, (0, 2): TOKEN_S / 10}
@@ -105,29 +97,6 @@ def test_what_a_worker_has_itself_counts_before_what_others_have():
         20 * 16 * TOKEN_S / 2 + 60 * 16 * TOKEN_S / 10,
     ]
     assert term(loads.context, "onboard") == pytest.approx(expected)
-
-
-def test_a_store_that_is_slower_than_computing_is_replaced_by_others():
-    context = context_of([80, 30, 0], stored=[0, 20, 0], stored_token_s=TOKEN_S * 3)
-    loads = with_peers(
-        context, THREE, at_speed({(0, 1): TOKEN_S / 10}), BLOCK_BYTES, readers=context.eligible
-    )
-    assert loads.context.overlap_blocks.tolist() == [80, 80, 0]
-    assert term(loads.context, "onboard") == pytest.approx([0, 50 * 16 * TOKEN_S / 10, 0])
-
-
-def test_workers_that_are_not_eligible_lend_and_are_not_priced():
-    context = context_of([80, 0, 0], eligible=[False, True, False])
-    speeds = {(0, 1): TOKEN_S / 10, (0, 2): TOKEN_S / 10}
-    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES, readers=context.eligible)
-    assert loads.sources.tolist() == [-1, 0, -1]
-
-
-def test_engines_without_kv_memory_have_no_price():
-    assert (
-        with_peers(context_of([80, 0, 0]), THREE, at_speed({(0, 1): 0.0}), 0, readers=np.ones(3, np.bool_))
-        is None
-    )
 
 
 def test_loads_that_a_worker_serves_already_come_first():

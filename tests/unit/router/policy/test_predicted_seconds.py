@@ -27,12 +27,6 @@ def test_prefill_is_a_step_its_tokens_and_the_pairs_they_attend_to():
     )
 
 
-def test_one_token_is_computed_though_all_is_cached():
-    assert term("prefill", request_tokens=96, request_blocks=6, overlap_blocks=[6, 6, 6]) == pytest.approx(
-        [1e-5] * 3
-    )
-
-
 def test_a_step_that_decodes_is_shared_by_the_prompt_tokens_beside_it():
     prices = make_prices(decode_sequence_s=[1e-4] * 3, decode_token_s=[1e-6] * 3, batch_tokens=[100.0] * 3)
     # a step there takes 1 ms + 10 * 0.1 ms + 3,000 * 1 us = 5 ms, of which each of 100 tokens bears 50 us
@@ -51,19 +45,6 @@ def test_queue_is_what_this_router_sent_and_its_part_of_what_is_reported():
     )
     # all of others; 400 of its own and 3/4 of the rest; its own alone, of which 3,000 are computed by now
     assert found == pytest.approx([1000e-5, (400 + 0.75 * 600) * 1e-5, 1000e-5])
-
-
-def test_queued_pairs_count_as_far_as_their_tokens_are_left():
-    found = term(
-        "queue",
-        prices=make_prices(prefill_token_s=[0.0] * 3, decode_step_s=[0.0] * 3, prefill_pair_s=[1e-6] * 3),
-        queued_prefill_tokens=[400, 100, 0],
-        own_prefill_tokens=[400, 400, 0],
-        own_prefill_pairs=[80_000, 80_000, 0],
-        running_requests=[1, 1, 0],
-        own_requests=[1, 1, 0],
-    )
-    assert found == pytest.approx([0.08, 0.02, 0.0])
 
 
 def test_an_expected_length_prices_the_requests_own_answer_alone():
@@ -136,19 +117,6 @@ def test_onboarding_costs_by_tier():
     assert found == pytest.approx([16 * (2 * 1e-6 + 3 * 4e-6), 0.0, 0.0])
 
 
-def test_what_is_quicker_to_compute_than_to_fetch_is_not_cached():
-    columns = {"running_requests": [3] * 3, "waiting_requests": [1] * 3}
-    prices = make_prices(onboard_token_s=[[0.0] * 3, [1e-6] * 3, [1.0] * 3, [1.0] * 3])
-    tiers = [[2, 2, 2], [1, 1, 0], [2, 0, 0], [0, 0, 2]]
-    context = make_context(3, prices=prices, overlap_blocks=[5, 3, 4], tier_blocks=tiers, **columns)
-    found = POLICY.terms(context)
-    np.testing.assert_array_equal(found[:, 0], found[:, 1])
-    alone = make_context(
-        3, prices=prices, overlap_blocks=[2] * 3, tier_blocks=[[2] * 3, *[[0] * 3] * 3], **columns
-    )
-    np.testing.assert_array_equal(found[:, 2], POLICY.terms(alone)[:, 2])
-
-
 def test_whether_a_tier_is_worth_fetching_from_does_not_go_by_what_runs_there():
     # 10 us to compute a token there, 12 with the decode steps beside it, 11 to fetch it: it is computed
     prices = make_prices(
@@ -181,21 +149,6 @@ def test_requests_behind_wait_for_this_prefill_as_long_as_the_middle_worker_is_b
     )
 
 
-def test_who_may_not_get_a_request_says_nothing_of_the_wait():
-    columns = {"running_requests": [1, 1, 1], "request_rate_per_s": 200.0}
-    columns |= {"queued_prefill_tokens": [400, 900, 900], "eligible": [True, False, True]}
-    # two get 100 a second each; of two waits, 4 and 9 ms, the median is the shorter
-    assert term("queue_externality", **columns)[::2] == pytest.approx([100 * 2 * 0.005 * 0.001] * 2)
-    assert term("queue_externality", **columns | {"eligible": [False] * 3}) == pytest.approx([0.0] * 3)
-
-
-def test_more_requests_queue_behind_on_a_fast_worker():
-    prices = make_prices(prefill_token_s=[2e-5, 2e-5, 1e-5])
-    # 200 requests a second: 50, 50 and 100; 2, 2 and 1 ms of prefill, twice that of being busy
-    found = term("queue_externality", prices=prices, request_rate_per_s=200.0)
-    assert found == pytest.approx([0.2 * 0.002, 0.2 * 0.002, 0.2 * 0.001])
-
-
 def test_kv_pressure_is_the_wait_of_requests_that_lack_the_held_blocks():
     columns = {"total_blocks": [100, 100, 0], "overlap_blocks": [0, 4, 4], "mean_output_tokens": 64.0}
     # 7 and 3 of 100 blocks for 64 ms; half of all are in use then: to the eighth power, 2 wait if anybody does
@@ -210,24 +163,6 @@ def test_network_is_there_and_back_and_the_bytes_of_the_prompt():
     prices = make_prices(round_trip_s=[0.0, 0.08, 0.08], byte_s=[0.0, 0.0, 1e-4])
     # 100 tokens of 4 bytes and 7 hashes of 16
     assert term("network", prices=prices) == pytest.approx([0.0, 0.08, 0.08 + 512e-4])
-
-
-def test_a_far_holder_is_chosen_where_it_saves_more_than_the_way_there():
-    prices = make_prices(2, round_trip_s=[0.0, 0.0005])
-    for overlap, expected in ((2, 0), (4, 1)):  # 32 and 64 tokens: 0.32 and 0.64 ms
-        context = make_context(2, prices=prices, overlap_blocks=[0, overlap])
-        assert choose(POLICY.costs(context), context.eligible, 1) == expected
-
-
-def test_a_fast_worker_takes_more_than_a_slow_one():
-    prices = make_prices(2, prefill_token_s=[1e-5, 4e-5])
-    context = make_context(
-        2, prices=prices, own_requests=[1, 0], running_requests=[1, 0], own_prefill_tokens=[200, 0]
-    )
-    context.queued_prefill_tokens[:] = [200, 0]
-    assert choose(POLICY.costs(context), context.eligible, 1) == 0
-    context.queued_prefill_tokens[:] = context.own_prefill_tokens[:] = [400, 0]
-    assert choose(POLICY.costs(context), context.eligible, 1) == 1
 
 
 def test_a_hot_prefix_spreads_once_its_holder_is_busier_than_computing_it_again():
@@ -268,14 +203,6 @@ def test_more_overlap_never_costs_more(request_tokens, block_size, context_seed,
     assert costs[1] <= costs[0] * (1 + 1e-12)
 
 
-def test_costs_are_finite_whatever_the_columns():
-    for seed in range(20):
-        for context in some_contexts(seed):
-            terms = POLICY.terms(context)
-            assert np.isfinite(terms).all()
-            assert (terms >= 0).all()
-
-
 def test_what_other_routers_sent_counts_as_what_this_one_sent():
     report = {
         "queued_prefill_tokens": [1000, 1000],  # whole, though 600 of them are cached
@@ -309,30 +236,6 @@ def test_what_is_past_a_target_counts_again_until_twice_the_target():
     # steps of 1 ms, with an ITL weight of 5
     assert term("slo_violation", slo_itl_s=0.0008) == pytest.approx([ITL_WEIGHT * 0.0002] * 3)
     assert term("slo_violation", slo_itl_s=0.0001) == pytest.approx([ITL_WEIGHT * 0.0001] * 3)
-
-
-def two_workers(**targets: float | None) -> int | None:
-    """Choose between a worker with the prompt in its cache and a large batch, and one with neither."""
-    prices = make_prices(2, prefill_token_s=[2e-4] * 2, decode_sequence_s=[1e-4] * 2)
-    context = make_context(
-        2,
-        request_tokens=1000,
-        request_blocks=63,
-        overlap_blocks=[60, 0],
-        running_requests=[120, 0],
-        total_blocks=[0, 0],
-        mean_output_tokens=1000.0,
-        prices=prices,
-        **targets,
-    )
-    return choose(POLICY.costs(context), context.eligible, 0)
-
-
-def test_the_ratio_of_its_targets_decides_where_a_request_goes():
-    """First tokens after some 10 and 200 ms, steps of 13 and 1 ms."""
-    assert two_workers() == 0
-    assert two_workers(slo_ttft_s=0.05, slo_itl_s=0.05) == 0
-    assert two_workers(slo_ttft_s=1.0, slo_itl_s=0.02) == 1, "much time to begin, and a quick reader"
 
 
 def test_a_request_that_would_miss_its_target_goes_elsewhere():

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from penstock.router.config import RouterConfig
 from penstock.router.policy.policies import choose
 from penstock.router.policy.predicted_seconds import PredictedSeconds
 from penstock.router.policy.selector import WorkerSelector
@@ -42,28 +41,6 @@ def test_a_slot_with_another_worker_in_it_is_another_worker():
     policy = SessionAffinity()
     assert send(policy, "a", running_requests=[0, 1, 1]) == 0
     assert send(policy, "a", worker_ids=[14, 12, 13], running_requests=[9, 1, 2]) == 1
-
-
-def test_an_idle_session_is_forgotten():
-    policy = SessionAffinity(idle_s=10.0)
-    assert send(policy, "a", 0.0, running_requests=[0, 1, 1]) == 0
-    assert send(policy, "a", 9.0, running_requests=[9, 0, 0]) == 0
-    assert send(policy, "a", 19.5, running_requests=[9, 1, 0]) == 2
-    send(policy, "b", 40.0)
-    assert list(policy._places) == [("b", False)]
-
-
-def test_the_session_unused_for_longest_makes_room():
-    policy = SessionAffinity(sessions_max=2)
-    for session in ("a", "b", "a", "c"):
-        send(policy, session)
-    assert list(policy._places) == [("a", False), ("c", False)]
-
-
-def test_settings_reach_the_policy():
-    policy = RouterConfig(policy="session", sessions_max=7, session_idle_s=3.0).new_policy()
-    assert isinstance(policy, SessionAffinity)
-    assert (policy.sessions_max, policy.idle_s) == (7, 3.0)
 
 
 def test_it_is_kv_with_one_more_term_that_makes_others_dearer():

@@ -17,6 +17,7 @@ from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import PRICES, TIMING, tiny_request
+from tests.support.scenes import scenes
 
 WORKERS, PLACES, TOKENS = 2, 4, 200
 ANSWER_S = TOKENS * 0.01
@@ -35,7 +36,7 @@ class Crowd:
 
     @property
     def num_queued(self) -> int:
-        return self.dispatcher._shared.request_queue.num_queued
+        return self.dispatcher.queued()[0]
 
     async def ask(self, name: str, *, tenant: str = "", priority: int = 0) -> None:
         request: Request = tiny_request(name, length=8, max_tokens=TOKENS, seed=len(self.first_s))
@@ -70,61 +71,43 @@ def run_scenario(scene: Callable[[Crowd, asyncio.TaskGroup], Awaitable[None]], *
     run_virtual(main())
 
 
+scenario = scenes(run_scenario, 2)
+
+
 def engine_of(places: int) -> BatchedEngine:
     shape = RunnerInfo(num_blocks=2000, block_size=4, context_length=400, vocab_size=500)
     config = MockConfig(timing=TIMING, answer_tokens=4 * TOKENS)
     return mock_engine(shape, config, SchedulerConfig(max_batch_tokens=64, max_running_requests=places))
 
 
-def test_what_has_no_place_waits_at_the_router_and_no_place_is_empty_meanwhile() -> None:
-    async def scene(crowd: Crowd, group: asyncio.TaskGroup) -> None:
-        begun_s = asyncio.get_running_loop().time()
-        async with asyncio.TaskGroup() as asking:
-            for number in range(40):
-                asking.create_task(crowd.ask(f"r{number}"))
-            await asyncio.sleep(0.5)
-            assert crowd.num_queued >= 40 - WORKERS * (PLACES + 2)
-        assert max(crowd.queued) <= PLACES + 1, "for a step's time, as all places come free at once"
-        assert sum(crowd.queued) / len(crowd.queued) < 1.2
-        took_s = asyncio.get_running_loop().time() - begun_s
-        assert took_s < 1.1 * 40 / (WORKERS * PLACES) * ANSWER_S
-
-    run_scenario(scene)
+@scenario()
+async def test_what_has_no_place_waits_at_the_router_and_no_place_is_empty_meanwhile(crowd, group):
+    begun_s = asyncio.get_running_loop().time()
+    async with asyncio.TaskGroup() as asking:
+        for number in range(40):
+            asking.create_task(crowd.ask(f"r{number}"))
+        await asyncio.sleep(0.5)
+        assert crowd.num_queued >= 40 - WORKERS * (PLACES + 2)
+    assert max(crowd.queued) <= PLACES + 1, "for a step's time, as all places come free at once"
+    assert sum(crowd.queued) / len(crowd.queued) < 1.2
+    took_s = asyncio.get_running_loop().time() - begun_s
+    assert took_s < 1.1 * 40 / (WORKERS * PLACES) * ANSWER_S
 
 
 @pytest.mark.slow
-def test_an_urgent_request_gets_the_next_place_and_a_flood_takes_no_other_tenants() -> None:
-    async def scene(crowd: Crowd, group: asyncio.TaskGroup) -> None:
-        for number in range(60):
-            group.create_task(crowd.ask(f"flood-{number}", tenant="flood"))
-        await asyncio.sleep(1.0)
-        for number in range(4):
-            group.create_task(crowd.ask(f"other-{number}", tenant="other"))
-        group.create_task(crowd.ask("urgent", tenant="flood", priority=1))
-        await asyncio.sleep(14.0)
-        assert crowd.first_s["urgent"] < 2 * ANSWER_S
-        assert max(crowd.first_s[f"other-{number}"] for number in range(4)) < 3 * ANSWER_S
-        assert max(crowd.first_s.values()) > 5 * ANSWER_S
-
-    run_scenario(scene)
-
-
-@pytest.mark.slow
-def test_a_refusal_says_how_long_those_that_wait_will_take() -> None:
-    async def scene(crowd: Crowd, group: asyncio.TaskGroup) -> None:
-        crowd.dispatcher._shared.fleet.pools["tiny"].traffic.ended(TOKENS, asyncio.get_running_loop().time())
-        number = 0
-        while crowd.num_queued < 30:
-            group.create_task(crowd.ask(f"r{number}", tenant=f"t{number}"))
-            number += 1
-            await asyncio.sleep(0.001)
-        with pytest.raises(Overloaded) as caught:
-            await crowd.ask("one more", tenant="another")
-        expected_s = 30 / (WORKERS * PLACES) * ANSWER_S
-        assert caught.value.retry_after_s == pytest.approx(expected_s, rel=0.4)
-        assert crowd.dispatcher.retry_after_s() == pytest.approx(expected_s, rel=0.4)
-        await asyncio.sleep(2.5 * ANSWER_S)
-        left_s = (crowd.num_queued - 1) / (WORKERS * PLACES) * ANSWER_S
-        assert crowd.dispatcher.retry_after_s() == pytest.approx(left_s, rel=0.5)
-
-    run_scenario(scene, requests_max=30)
+@scenario(requests_max=30)
+async def test_a_refusal_says_how_long_those_that_wait_will_take(crowd, group):
+    crowd.dispatcher._shared.fleet.pools["tiny"].traffic.ended(TOKENS, asyncio.get_running_loop().time())
+    number = 0
+    while crowd.num_queued < 30:
+        group.create_task(crowd.ask(f"r{number}", tenant=f"t{number}"))
+        number += 1
+        await asyncio.sleep(0.001)
+    with pytest.raises(Overloaded) as caught:
+        await crowd.ask("one more", tenant="another")
+    expected_s = 30 / (WORKERS * PLACES) * ANSWER_S
+    assert caught.value.retry_after_s == pytest.approx(expected_s, rel=0.4)
+    assert crowd.dispatcher.retry_after_s() == pytest.approx(expected_s, rel=0.4)
+    await asyncio.sleep(2.5 * ANSWER_S)
+    left_s = (crowd.num_queued - 1) / (WORKERS * PLACES) * ANSWER_S
+    assert crowd.dispatcher.retry_after_s() == pytest.approx(left_s, rel=0.5)

@@ -2,23 +2,22 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 
 import msgspec
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.core.errors import DeadlineExceeded, Overloaded, Unavailable
+from penstock.core.errors import DeadlineExceeded, Unavailable
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.router.config import QueueConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.policy.selector import WorkerSelector
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
+from tests.support.scenes import in_virtual_time, scenes
 
 
 class Slow:
@@ -78,7 +77,7 @@ class Setting:
     @property
     def num_queued(self) -> int:
         self.dispatcher.check()
-        return self.dispatcher._shared.request_queue.num_queued
+        return self.dispatcher.queued()[0]
 
     def running(self) -> set[str]:
         return {str(name) for engine in self.engines.values() for name in engine.requests}
@@ -118,7 +117,6 @@ def run_scenario(
     scene: Callable[[Setting, asyncio.TaskGroup], Awaitable[None]],
     *,
     num_workers: int = 1,
-    no_worker_wait_s: float = 60.0,
     make_engine: Callable[[], ManualEngine] = Queueing,
     policy: type[Slow] = Slow,
     adapters: Mapping[str, Sequence[str]] = {},
@@ -128,9 +126,8 @@ def run_scenario(
 
     async def main() -> None:
         settings = QueueConfig(**({"threshold_s": 0.5} | queue))
-        config = RouterConfig(queue=settings, no_worker_wait_s=no_worker_wait_s)
+        config = RouterConfig(policy=f"{__name__}:{policy.__name__}", queue=settings)
         async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
-            dispatcher._shared.router._selector = WorkerSelector(policy())
             engines = {f"w{number}": make_engine() for number in range(1, num_workers + 1)}
             for name, engine in engines.items():
                 await cluster.start(name, engine, adapters=adapters.get(name, ()))
@@ -140,71 +137,45 @@ def run_scenario(
                 await scene(setting, group)
             await asyncio.sleep(0.2)
             assert setting.num_queued == 0
-            assert not dispatcher._shared.requests
+            assert not any(worker.open_requests for worker in dispatcher.workers())
 
     run_virtual(main())
 
 
-def test_a_request_waits_until_a_worker_has_room():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for name in "abc":
-            group.create_task(setting.read(name))
-        await asyncio.sleep(3.0)
-        assert setting.running() == {"a"}
-        assert setting.num_queued == 2
-        for name, left in (("a", 1), ("b", 0), ("c", 0)):
-            setting.finish(name)
-            await asyncio.sleep(0.1)
-            assert setting.num_queued == left
-        assert setting.sent == ["a", "b", "c"]
-
-    run_scenario(scene)
+scenario = scenes(run_scenario, 2)
 
 
-def test_a_worker_that_says_that_nobody_waits_there_gets_more():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for name in "abc":
-            group.create_task(setting.read(name))
-        await asyncio.sleep(3.0)
-        assert setting.num_queued == 0
-        for name in "abc":
-            setting.finish(name)
+class FourPrompts(Queueing):
+    """Computes four prompts beside each other."""
 
-    run_scenario(scene, make_engine=ManualEngine)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.info = msgspec.structs.replace(self.info, prompts_at_once=4)
 
 
-def test_a_queue_is_shared_by_the_prompts_that_are_computed_beside_each_other():
-    def make_engine() -> ManualEngine:
-        engine = Queueing()
-        engine.info = msgspec.structs.replace(engine.info, prompts_at_once=4)
-        return engine
-
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for number in range(8):
-            group.create_task(setting.read(f"r{number}"))
-            await asyncio.sleep(0.1)
-        # of n seconds before it a request waits n / 4: the fourth finds three, the fifth would find four
-        assert len(setting.running()) == 4
-        while setting.running():
-            setting.finish(min(setting.running()))
-            await asyncio.sleep(0.1)
-
-    run_scenario(scene, make_engine=make_engine, threshold_s=0.75)
-
-
-def test_every_worker_gets_no_more_than_it_has_room_for():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for number in range(7):
-            group.create_task(setting.read(f"r{number}"))
+@scenario(make_engine=FourPrompts, threshold_s=0.75)
+async def test_a_queue_is_shared_by_the_prompts_that_are_computed_beside_each_other(setting, group):
+    for number in range(8):
+        group.create_task(setting.read(f"r{number}"))
         await asyncio.sleep(0.1)
-        assert [len(engine.requests) for engine in setting.engines.values()] == [1, 1, 1]
-        for left in (4, 3, 2, 1, 0, 0, 0):
-            assert setting.num_queued == left
-            setting.finish(min(setting.running()))
-            await asyncio.sleep(0.1)
-            assert all(len(engine.requests) <= 1 for engine in setting.engines.values())
+    # of n seconds before it a request waits n / 4: the fourth finds three, the fifth would find four
+    assert len(setting.running()) == 4
+    while setting.running():
+        setting.finish(min(setting.running()))
+        await asyncio.sleep(0.1)
 
-    run_scenario(scene, num_workers=3)
+
+@scenario(num_workers=3)
+async def test_every_worker_gets_no_more_than_it_has_room_for(setting, group):
+    for number in range(7):
+        group.create_task(setting.read(f"r{number}"))
+    await asyncio.sleep(0.1)
+    assert [len(engine.requests) for engine in setting.engines.values()] == [1, 1, 1]
+    for left in (4, 3, 2, 1, 0, 0, 0):
+        assert setting.num_queued == left
+        setting.finish(min(setting.running()))
+        await asyncio.sleep(0.1)
+        assert all(len(engine.requests) <= 1 for engine in setting.engines.values())
 
 
 @pytest.mark.parametrize(
@@ -218,361 +189,205 @@ def test_every_worker_gets_no_more_than_it_has_room_for():
         ("session", {"threshold_s": 3}, False),
     ],
 )
-def test_queue_settings_without_effect_are_logged_at_the_start(policy, queue, warns):
-    async def main() -> None:
-        async with MemoryCluster() as cluster:
-            with capture_logs() as logs:
-                async with cluster.dispatcher(RouterConfig(policy=policy, queue=queue)):
-                    pass
-        told = [line for line in logs if line["event"] == "queue_without_effect"]
-        assert [(line["log_level"], line["policy"]) for line in told] == [("warning", policy)] * warns
-
-    run_virtual(main())
+@in_virtual_time
+async def test_queue_settings_without_effect_are_logged_at_the_start(policy, queue, warns):
+    async with MemoryCluster() as cluster:
+        with capture_logs() as logs:
+            async with cluster.dispatcher(RouterConfig(policy=policy, queue=queue)):
+                pass
+    told = [line for line in logs if line["event"] == "queue_without_effect"]
+    assert [(line["log_level"], line["policy"]) for line in told] == [("warning", policy)] * warns
 
 
-def test_a_newcomer_does_not_pass_those_that_wait():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for name in "ab":
-            group.create_task(setting.read(name))
+@scenario(work_weight=0)
+async def test_a_newcomer_does_not_pass_those_that_wait_for_the_next_look(setting, group):
+    group.create_task(setting.read("a"))
+    await asyncio.sleep(0.1)
+    group.create_task(setting.read("b"))
+    await asyncio.sleep(0.005)  # there was no room, and the next look is 20 ms later
+    setting.finish("a")
+    await asyncio.sleep(0.005)
+    assert setting.num_queued == 1
+    group.create_task(setting.read("c"))
+    await asyncio.sleep(0.1)
+    assert setting.sent == ["a", "b"]
+    for name in "bc":
+        setting.finish(name)
         await asyncio.sleep(0.1)
-        setting.finish("a")
-        for _ in range(5):  # its end is known, and "b" has not been sent yet
-            await asyncio.sleep(0)
-        group.create_task(setting.read("c"))
+
+
+@scenario(num_workers=2, policy=Homes, work_weight=1.0)
+async def test_a_worker_that_gets_free_takes_who_costs_least_there(setting, group):
+    for name, tokens in (("a", 3), ("b", 4), ("first's", 3), ("second's", 4)):
+        group.create_task(setting.read(name, tokens=tokens))
         await asyncio.sleep(0.1)
-        assert setting.sent == ["a", "b"]
-        for name in "bc":
-            setting.finish(name)
-            await asyncio.sleep(0.1)
+    assert setting.num_queued == 2
+    setting.finish("b")
+    await asyncio.sleep(0.1)
+    assert setting.running() == {"a", "second's"}
+    setting.finish("a")
+    await asyncio.sleep(0.1)
+    assert setting.running() == {"first's", "second's"}
+    for name in ("first's", "second's"):
+        setting.finish(name)
 
-    run_scenario(scene, work_weight=0)
+
+@scenario(num_workers=2)
+async def test_who_has_begun_and_lost_its_worker_waits_for_no_room(setting, group):
+    for name in "ab":
+        group.create_task(setting.read(name))
+    await asyncio.sleep(0.1)
+    (lost,) = (name for name, engine in setting.engines.items() if "a" in engine.requests)
+    setting.cluster.kill(lost)
+    await asyncio.sleep(0.1)
+    del setting.engines[lost]
+    assert setting.running() == {"a", "b"}
+    for name in "ab":
+        setting.finish(name)
 
 
-def test_a_newcomer_does_not_pass_those_that_wait_for_the_next_look():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        group.create_task(setting.read("a"))
+@scenario(work_weight=1.0)
+async def test_the_cheapest_goes_first_until_the_other_has_waited_for_long(setting, group):
+    group.create_task(setting.read("a"))
+    await asyncio.sleep(0.1)
+    group.create_task(setting.read("long", tokens=20))
+    await asyncio.sleep(1.0)
+    group.create_task(setting.read("short", tokens=2))
+    await asyncio.sleep(0.1)
+    setting.finish("a")
+    await asyncio.sleep(0.1)
+    assert setting.running() == {"short"}
+    await asyncio.sleep(60.0)
+    group.create_task(setting.read("late", tokens=2))
+    await asyncio.sleep(0.1)
+    setting.finish("short")
+    await asyncio.sleep(0.1)
+    assert setting.running() == {"long"}
+    for name in ("long", "late"):
+        setting.finish(name)
         await asyncio.sleep(0.1)
-        group.create_task(setting.read("b"))
-        await asyncio.sleep(0.005)  # there was no room, and the next look is 20 ms later
-        setting.finish("a")
-        await asyncio.sleep(0.005)
-        assert setting.num_queued == 1
-        group.create_task(setting.read("c"))
+
+
+@scenario()
+async def test_a_held_request_ends_by_its_deadline(setting, group):
+    group.create_task(setting.read("a"))
+    await asyncio.sleep(0.1)
+    began_s = asyncio.get_running_loop().time()
+    with pytest.raises(DeadlineExceeded):
+        await setting.read("b", deadline_s=2.0)
+    assert asyncio.get_running_loop().time() - began_s == pytest.approx(2.0)
+    setting.finish("a")
+
+
+@scenario()
+async def test_a_reader_that_leaves_is_gone_at_once_and_the_next_one_goes(setting, group):
+    readers = {name: group.create_task(setting.read(name)) for name in "abc"}
+    await asyncio.sleep(0.1)
+    readers["b"].cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert setting.num_queued == 1
+    setting.finish("a")
+    await asyncio.sleep(0.1)
+    assert setting.sent == ["a", "c"]
+    setting.finish("c")
+
+
+@scenario(num_workers=2)
+async def test_a_draining_worker_gets_none_of_those_held(setting, group):
+    for name in "abc":
+        group.create_task(setting.read(name))
+    await asyncio.sleep(0.1)
+    assert setting.num_queued == 1
+    (leaving,) = (name for name, engine in setting.engines.items() if "a" in engine.requests)
+    setting.cluster.worker(leaving).stop()
+    await asyncio.sleep(0.1)
+    setting.finish("a")
+    await asyncio.sleep(3.0)
+    assert setting.num_queued == 1
+    setting.finish("b")
+    await asyncio.sleep(0.1)
+    assert setting.running() == {"c"}
+    assert not setting.engines[leaving].requests
+    setting.finish("c")
+
+
+@scenario()
+async def test_a_shutdown_ends_those_held(setting, group):
+    async with setting.cluster.dispatcher(
+        RouterConfig(policy=f"{__name__}:Slow", queue={"threshold_s": 0.5})
+    ) as other:
+        await other.serving()
+        ending = Setting(setting.cluster, other, setting.engines)
+        readers = [asyncio.ensure_future(ending.read(name)) for name in "ab"]
         await asyncio.sleep(0.1)
-        assert setting.sent == ["a", "b"]
-        for name in "bc":
-            setting.finish(name)
-            await asyncio.sleep(0.1)
-
-    run_scenario(scene, work_weight=0)
+        assert ending.num_queued == 1
+    outcomes = await asyncio.gather(*readers, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
 
 
-def test_a_worker_that_gets_free_takes_who_costs_least_there():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for name, tokens in (("a", 3), ("b", 4), ("first's", 3), ("second's", 4)):
-            group.create_task(setting.read(name, tokens=tokens))
-            await asyncio.sleep(0.1)
-        assert setting.num_queued == 2
-        setting.finish("b")
+@scenario(num_workers=2, adapters={"w1": ["a"]}, work_weight=0)
+async def test_a_lane_that_waits_for_its_worker_keeps_that_one_and_no_other(setting, group):
+    group.create_task(setting.read("a1", adapter="a"))
+    await asyncio.sleep(0.1)
+    group.create_task(setting.read("a2", adapter="a"))
+    await asyncio.sleep(0.1)
+    assert setting.num_queued == 1, "only the first worker has the adapter"
+    group.create_task(setting.read("any"))
+    await asyncio.sleep(0.1)
+    assert setting.num_queued == 1
+    assert setting.engines["w2"].requests.keys() == {"any"}
+    group.create_task(setting.read("late"))
+    await asyncio.sleep(0.1)
+    setting.finish("a1")
+    await asyncio.sleep(0.1)
+    assert setting.running() == {"a2", "any"}, "the first worker is kept for who came first"
+    for name in ("a2", "any", "late"):
+        setting.finish(name)
         await asyncio.sleep(0.1)
-        assert setting.running() == {"a", "second's"}
-        setting.finish("a")
+
+
+@scenario(threshold_s=2.0, shared_threshold_s=0.5)
+async def test_less_waits_inside_a_worker_while_there_is_another_tenant(setting, group):
+    for number in range(3):
+        group.create_task(setting.read(f"a{number}", tenant="a"))
         await asyncio.sleep(0.1)
-        assert setting.running() == {"first's", "second's"}
-        for name in ("first's", "second's"):
-            setting.finish(name)
-
-    run_scenario(scene, num_workers=2, policy=Homes, work_weight=1.0)
-
-
-def test_who_has_begun_and_lost_its_worker_waits_for_no_room():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for name in "ab":
-            group.create_task(setting.read(name))
+    assert len(setting.running()) == 3, "alone it may have two waiting there"
+    for number in range(2):
+        group.create_task(setting.read(f"b{number}", tenant="b"))
         await asyncio.sleep(0.1)
-        (lost,) = (name for name, engine in setting.engines.items() if "a" in engine.requests)
-        setting.cluster.kill(lost)
+    for left in (2, 2, 2, 1, 0):
+        assert setting.num_queued == left
+        setting.finish(min(setting.running()))
         await asyncio.sleep(0.1)
-        del setting.engines[lost]
-        assert setting.running() == {"a", "b"}
-        for name in "ab":
-            setting.finish(name)
-
-    run_scenario(scene, num_workers=2)
 
 
-def test_the_cheapest_goes_first_until_the_other_has_waited_for_long():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        group.create_task(setting.read("a"))
+@scenario(make_engine=Computing)
+async def test_no_prompt_waits_behind_another_tenants_in_a_worker_that_computes_one_at_a_time(setting, group):
+    for name, tenant in (("a0", "a"), ("a1", "a"), ("b0", "b"), ("b1", "b")):
+        group.create_task(setting.read(name, tenant=tenant))
         await asyncio.sleep(0.1)
-        group.create_task(setting.read("long", tokens=20))
-        await asyncio.sleep(1.0)
-        group.create_task(setting.read("short", tokens=2))
+    assert setting.running() == {"a0", "a1"}, "alone it may have one waiting there, by the worker's word"
+    for left in (2, 2, 1, 0):  # b0 goes once both prompts of a are computed
+        assert setting.num_queued == left
+        setting.finish(min(setting.running()))
         await asyncio.sleep(0.1)
-        setting.finish("a")
+
+
+@scenario(make_engine=Interleaving)
+async def test_a_tenant_below_its_share_gets_in_beside_one_prompt_of_another(setting, group):
+    for name, tenant in (("z0", "z"), ("z1", "z"), ("b0", "b"), ("c0", "c"), ("b1", "b"), ("z2", "z")):
+        group.create_task(setting.read(name, tenant=tenant))
         await asyncio.sleep(0.1)
-        assert setting.running() == {"short"}
-        await asyncio.sleep(60.0)
-        group.create_task(setting.read("late", tokens=2))
+    assert setting.running() == {"z0", "z1"}
+    for done, running in (
+        ("z0", {"z1", "b0"}),
+        ("z1", {"b0", "c0"}),  # b1 does not overtake its own tenant's
+        ("b0", {"c0", "b1"}),
+        ("b1", {"c0", "z2"}),
+        ("z2", {"c0"}),
+        ("c0", set()),
+    ):
+        setting.finish(done)
         await asyncio.sleep(0.1)
-        setting.finish("short")
-        await asyncio.sleep(0.1)
-        assert setting.running() == {"long"}
-        for name in ("long", "late"):
-            setting.finish(name)
-            await asyncio.sleep(0.1)
-
-    run_scenario(scene, work_weight=1.0)
-
-
-def test_a_held_request_ends_by_its_deadline():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        group.create_task(setting.read("a"))
-        await asyncio.sleep(0.1)
-        began_s = asyncio.get_running_loop().time()
-        with pytest.raises(DeadlineExceeded):
-            await setting.read("b", deadline_s=2.0)
-        assert asyncio.get_running_loop().time() - began_s == pytest.approx(2.0)
-        setting.finish("a")
-
-    run_scenario(scene)
-
-
-def test_a_reader_that_leaves_is_gone_at_once_and_the_next_one_goes():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        readers = {name: group.create_task(setting.read(name)) for name in "abc"}
-        await asyncio.sleep(0.1)
-        readers["b"].cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert setting.num_queued == 1
-        setting.finish("a")
-        await asyncio.sleep(0.1)
-        assert setting.sent == ["a", "c"]
-        setting.finish("c")
-
-    run_scenario(scene)
-
-
-def test_past_the_bound_requests_are_refused_with_a_time_to_come_back():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for number in range(3):
-            group.create_task(setting.read(f"r{number}"))
-        await asyncio.sleep(0.1)
-        with pytest.raises(
-            Overloaded, match=r"2 of at most 4 requests .* 2 of them are of no tenant"
-        ) as refused:
-            await setting.read("more")
-        assert refused.value.http_status == 429
-        assert refused.value.retry_after_s == 2.0, "a second until there is room, and prompts of three tokens"
-        group.create_task(setting.read("another's", tenant="t"))
-        await asyncio.sleep(0.1)
-        assert setting.num_queued == 3
-        while setting.running():
-            setting.finish(min(setting.running()))
-            await asyncio.sleep(0.1)
-
-    run_scenario(scene, requests_max=4)
-
-
-def test_without_any_worker_they_wait_for_one_as_others_do():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        readers = [asyncio.ensure_future(setting.read(name)) for name in "ab"]
-        await asyncio.sleep(0.1)
-        assert setting.num_queued == 1
-        setting.cluster.kill("w1")
-        outcomes = await asyncio.gather(*readers, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
-
-    run_scenario(scene, no_worker_wait_s=1.0)
-
-
-def test_a_draining_worker_gets_none_of_those_held():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for name in "abc":
-            group.create_task(setting.read(name))
-        await asyncio.sleep(0.1)
-        assert setting.num_queued == 1
-        (leaving,) = (name for name, engine in setting.engines.items() if "a" in engine.requests)
-        setting.cluster.worker(leaving).stop()
-        await asyncio.sleep(0.1)
-        setting.finish("a")
-        await asyncio.sleep(3.0)
-        assert setting.num_queued == 1
-        setting.finish("b")
-        await asyncio.sleep(0.1)
-        assert setting.running() == {"c"}
-        assert not setting.engines[leaving].requests
-        setting.finish("c")
-
-    run_scenario(scene, num_workers=2)
-
-
-def test_who_is_told_and_leaves_makes_way_for_the_next():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        readers = {name: group.create_task(setting.read(name)) for name in "abc"}
-        await asyncio.sleep(0.1)
-        request_queue = setting.dispatcher._shared.request_queue
-        queue_released = request_queue._released
-        setting.finish("a")
-        for _ in range(20):
-            await asyncio.sleep(0)
-            if queue_released:
-                readers["b"].cancel()
-                break
-        await asyncio.sleep(0.1)
-        assert setting.sent == ["a", "c"]
-        setting.finish("c")
-
-    run_scenario(scene, work_weight=0)
-
-
-def test_a_shutdown_ends_those_held():
-    async def main() -> None:
-        async with MemoryCluster() as cluster:
-            async with AsyncExitStack() as stack:
-                config = RouterConfig(queue=QueueConfig(threshold_s=0.5))
-                dispatcher = await stack.enter_async_context(cluster.dispatcher(config))
-                dispatcher._shared.router._selector = WorkerSelector(Slow())
-                engine = Queueing()
-                await cluster.start("w1", engine)
-                await asyncio.sleep(0.01)
-                setting = Setting(cluster, dispatcher, {"w1": engine})
-                readers = [asyncio.ensure_future(setting.read(name)) for name in "ab"]
-                await asyncio.sleep(0.1)
-                assert setting.num_queued == 1
-            outcomes = await asyncio.gather(*readers, return_exceptions=True)
-            assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
-            dispatcher._shared.request_queue.check()
-
-    run_virtual(main())
-
-
-def test_a_policy_that_predicts_no_seconds_holds_nobody():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        class Counting(Slow):
-            term_names = ("requests", "kv_wait", "prefill")
-
-        setting.dispatcher._shared.router._selector = WorkerSelector(Counting())
-        for name in "abc":
-            group.create_task(setting.read(name))
-        await asyncio.sleep(0.1)
-        assert setting.running() == {"a", "b", "c"}
-        for name in "abc":
-            setting.finish(name)
-
-    run_scenario(scene)
-
-
-def test_lanes_of_many_adapters_get_no_more_than_there_is_room_for():
-    names = [f"adapter-{number}" for number in range(6)]
-
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        group.create_task(setting.read("first", tenant="flood"))
-        await asyncio.sleep(0.1)
-        for name in names:
-            group.create_task(setting.read(name, tenant="flood", adapter=name))
-        await asyncio.sleep(0.1)
-        for name in ("one", "two"):
-            group.create_task(setting.read(name, tenant="other"))
-        await asyncio.sleep(0.1)
-        assert setting.num_queued == 8
-        while setting.running():
-            (running,) = setting.running()
-            setting.finish(running)
-            await asyncio.sleep(0.1)
-        assert setting.sent.index("two") <= 4, f"the other tenant has half of the turns: {setting.sent}"
-
-    run_scenario(scene, adapters={"w1": names}, work_weight=0)
-
-
-def test_a_lane_that_waits_for_its_worker_keeps_that_one_and_no_other():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        group.create_task(setting.read("a1", adapter="a"))
-        await asyncio.sleep(0.1)
-        group.create_task(setting.read("a2", adapter="a"))
-        await asyncio.sleep(0.1)
-        assert setting.num_queued == 1, "only the first worker has the adapter"
-        group.create_task(setting.read("any"))
-        await asyncio.sleep(0.1)
-        assert setting.num_queued == 1
-        assert setting.engines["w2"].requests.keys() == {"any"}
-        group.create_task(setting.read("late"))
-        await asyncio.sleep(0.1)
-        setting.finish("a1")
-        await asyncio.sleep(0.1)
-        assert setting.running() == {"a2", "any"}, "the first worker is kept for who came first"
-        for name in ("a2", "any", "late"):
-            setting.finish(name)
-            await asyncio.sleep(0.1)
-
-    run_scenario(scene, num_workers=2, adapters={"w1": ["a"]}, work_weight=0)
-
-
-def test_less_waits_inside_a_worker_while_there_is_another_tenant():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for number in range(3):
-            group.create_task(setting.read(f"a{number}", tenant="a"))
-            await asyncio.sleep(0.1)
-        assert len(setting.running()) == 3, "alone it may have two waiting there"
-        for number in range(2):
-            group.create_task(setting.read(f"b{number}", tenant="b"))
-            await asyncio.sleep(0.1)
-        for left in (2, 2, 2, 1, 0):
-            assert setting.num_queued == left
-            setting.finish(min(setting.running()))
-            await asyncio.sleep(0.1)
-
-    run_scenario(scene, threshold_s=2.0, shared_threshold_s=0.5)
-
-
-def test_no_prompt_waits_behind_another_tenants_in_a_worker_that_computes_one_at_a_time():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for name, tenant in (("a0", "a"), ("a1", "a"), ("b0", "b"), ("b1", "b")):
-            group.create_task(setting.read(name, tenant=tenant))
-            await asyncio.sleep(0.1)
-        assert setting.running() == {"a0", "a1"}, "alone it may have one waiting there, by the worker's word"
-        for left in (2, 2, 1, 0):  # b0 goes once both prompts of a are computed
-            assert setting.num_queued == left
-            setting.finish(min(setting.running()))
-            await asyncio.sleep(0.1)
-
-    run_scenario(scene, make_engine=Computing)
-
-
-def test_a_tenant_below_its_share_gets_in_beside_one_prompt_of_another():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        for name, tenant in (("z0", "z"), ("z1", "z"), ("b0", "b"), ("c0", "c"), ("b1", "b"), ("z2", "z")):
-            group.create_task(setting.read(name, tenant=tenant))
-            await asyncio.sleep(0.1)
-        assert setting.running() == {"z0", "z1"}
-        for done, running in (
-            ("z0", {"z1", "b0"}),
-            ("z1", {"b0", "c0"}),  # b1 does not overtake its own tenant's
-            ("b0", {"c0", "b1"}),
-            ("b1", {"c0", "z2"}),
-            ("z2", {"c0"}),
-            ("c0", set()),
-        ):
-            setting.finish(done)
-            await asyncio.sleep(0.1)
-            assert setting.running() == running
-
-    run_scenario(scene, make_engine=Interleaving)
-
-
-def test_a_tenant_whose_prompts_fill_the_workers_is_not_first_when_others_begin_to_wait():
-    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
-        group.create_task(setting.read("b0", tenant="b"))
-        await asyncio.sleep(0.1)
-        setting.finish("b0")
-        for name, tenant in (("a0", "a"), ("a1", "a"), ("b1", "b")):
-            await asyncio.sleep(0.1)
-            group.create_task(setting.read(name, tenant=tenant))
-        await asyncio.sleep(0.1)
-        assert setting.running() == {"a0", "b1"}, "it goes before a1, and beside a0"
-        for done in ("b1", "a0", "a1"):
-            setting.finish(done)
-            await asyncio.sleep(0.1)
-
-    run_scenario(scene, make_engine=Interleaving)
+        assert setting.running() == running

@@ -54,13 +54,6 @@ def test_quarantine_ends_by_itself():
     assert len(quarantine) == 0
 
 
-def test_quarantine_is_by_content():
-    quarantine = Quarantine(RetryConfig())
-    quarantine.put(request(1, 2), 0.0)
-    for other in (request(1, 3), request(1, 2, model="n"), request(1, 2, salt=b"tenant")):
-        assert quarantine.remaining_s(other, 0.0) is None
-
-
 def test_quarantine_is_bounded():
     quarantine = Quarantine(RetryConfig(quarantined_max=3))
     for token in range(10):

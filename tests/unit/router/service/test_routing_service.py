@@ -17,6 +17,7 @@ from penstock.router.service.routing_service import RoutingService, RoutingServi
 from penstock.router.service.servers import Watched
 from penstock.router.workers.price_table import UNKNOWN
 from penstock.sim.loop.loop import run_virtual
+from tests.support.scenes import in_virtual_time, scenes
 
 A, B = Server(url="http://a", model="m"), Server(url="http://b", model="m")
 TOKENS = np.arange(100, dtype=np.int32)
@@ -37,6 +38,9 @@ def run_scenario(scene: Scene, **config: object) -> None:
     run_virtual(main())
 
 
+scenario = scenes(run_scenario, 1)
+
+
 def ask(service: RoutingService, prompt: object = TOKENS, **fields: object) -> tuple[str, str]:
     choice = service.route(Query(model="m", prompt=prompt, **fields))
     return choice.worker, choice.id
@@ -53,170 +57,132 @@ def cached_blocks(service: RoutingService, choice: Choice) -> int:
 
 
 @pytest.mark.parametrize("prompt", [TOKENS, LONG], ids=["tokens", "text"])
-def test_a_prefix_goes_where_it_went(prompt):
-    async def scene(service: RoutingService) -> None:
-        first, request_id = ask(service, prompt)
+@scenario()
+async def test_a_prefix_goes_where_it_went(service, prompt):
+    first, request_id = ask(service, prompt)
+    service.feedback(request_id, Stage.FINISHED)
+    for _ in range(5):
+        choice = service.route(Query(model="m", prompt=prompt))
+        assert choice.worker == first
+        assert choice.url == f"http://{first}"
+        assert cached_blocks(service, choice) == len(prompt) // (4 if prompt is TOKENS else 16)
+        service.feedback(choice.id, Stage.FINISHED)
+
+
+@scenario()
+async def test_tokens_and_text_of_the_same_bytes_share_nothing(service):
+    ask(service, "abcd" * 8)
+    same = np.frombuffer(b"abcd" * 8, dtype="<i4")
+    assert cached_blocks(service, service.route(Query(model="m", prompt=same))) == 0
+
+
+@scenario(router={"location": {"region": "eu"}})
+async def test_the_nearer_of_two_idle_servers_is_named(service):
+    for near, far in (("a", "b"), ("b", "a")):
+        await service.put(near, Server(url=f"http://{near}", model="m", region="eu"))
+        await service.put(far, Server(url=f"http://{far}", model="m", region="us"))
+        worker, request_id = ask(service, f"a prompt for {near} " * 5)
         service.feedback(request_id, Stage.FINISHED)
-        for _ in range(5):
-            choice = service.route(Query(model="m", prompt=prompt))
-            assert choice.worker == first
-            assert choice.url == f"http://{first}"
-            assert cached_blocks(service, choice) == len(prompt) // (4 if prompt is TOKENS else 16)
-            service.feedback(choice.id, Stage.FINISHED)
-
-    run_scenario(scene)
+        assert worker == near
 
 
-def test_tokens_and_text_of_the_same_bytes_share_nothing():
-    async def scene(service: RoutingService) -> None:
-        ask(service, "abcd" * 8)
-        same = np.frombuffer(b"abcd" * 8, dtype="<i4")
-        assert cached_blocks(service, service.route(Query(model="m", prompt=same))) == 0
+@scenario()
+async def test_what_is_open_counts_as_load_until_its_first_token_and_its_end(service):
+    def load() -> tuple[int, int]:
+        return (
+            sum(view.reserved_prefill_tokens for view in service.workers()),
+            sum(view.reserved_blocks for view in service.workers()),
+        )
 
-    run_scenario(scene)
-
-
-def test_a_longer_text_finds_its_beginning_whatever_its_length_and_letters():
-    async def scene(service: RoutingService) -> None:
-        _, request_id = ask(service, "é" * 33)
-        service.feedback(request_id, Stage.FINISHED)
-        assert cached_blocks(service, service.route(Query(model="m", prompt="é" * 200))) == 4
-
-    run_scenario(scene)
-
-
-def test_the_nearer_of_two_idle_servers_is_named():
-    async def scene(service: RoutingService) -> None:
-        for near, far in (("a", "b"), ("b", "a")):
-            await service.put(near, Server(url=f"http://{near}", model="m", region="eu"))
-            await service.put(far, Server(url=f"http://{far}", model="m", region="us"))
-            worker, request_id = ask(service, f"a prompt for {near} " * 5)
-            service.feedback(request_id, Stage.FINISHED)
-            assert worker == near
-
-    run_scenario(scene, router={"location": {"region": "eu"}})
+    first, one = ask(service)
+    second, two = ask(service, TOKENS[::-1].copy())
+    assert {first, second} == {"a", "b"}
+    assert load() == (200, 50)
+    service.feedback(one, Stage.STARTED)
+    assert load() == (200, 50)
+    service.feedback(one, Stage.FIRST_TOKEN)
+    service.feedback(one, Stage.FIRST_TOKEN)
+    assert load() == (100, 50)
+    service.feedback(one, Stage.FINISHED, cached_tokens=7)
+    service.feedback(two, Stage.FINISHED)
+    assert load() == (0, 0)
+    with pytest.raises(RequestError, match=r"no request .* is open") as caught:
+        service.feedback(one, Stage.FINISHED)
+    assert caught.value.http_status == 404
 
 
-def test_what_is_open_counts_as_load_until_its_first_token_and_its_end():
-    async def scene(service: RoutingService) -> None:
-        def load() -> tuple[int, int]:
-            return (
-                sum(view.reserved_prefill_tokens for view in service.workers()),
-                sum(view.reserved_blocks for view in service.workers()),
-            )
-
-        first, one = ask(service)
-        second, two = ask(service, TOKENS[::-1].copy())
-        assert {first, second} == {"a", "b"}
-        assert load() == (200, 50)
-        service.feedback(one, Stage.STARTED)
-        assert load() == (200, 50)
-        service.feedback(one, Stage.FIRST_TOKEN)
-        service.feedback(one, Stage.FIRST_TOKEN)
-        assert load() == (100, 50)
-        service.feedback(one, Stage.FINISHED, cached_tokens=7)
-        service.feedback(two, Stage.FINISHED)
-        assert load() == (0, 0)
-        assert service._metrics.cached_tokens._value.get() == 7
-        with pytest.raises(RequestError, match=r"no request .* is open") as caught:
-            service.feedback(one, Stage.FINISHED)
-        assert caught.value.http_status == 404
-
-    run_scenario(scene)
+@scenario(silence_s=10.0)
+async def test_silence_ends_a_request_and_word_of_it_puts_that_off(service):
+    _, silent = ask(service)
+    _, told = ask(service)
+    await asyncio.sleep(8)
+    service.feedback(told, Stage.STARTED)
+    service.check()
+    await asyncio.sleep(4)
+    service.check()
+    with pytest.raises(RequestError, match="silent for 10 s"):
+        service.feedback(silent, Stage.FINISHED)
+    service.feedback(told, Stage.STARTED)
+    await asyncio.sleep(11)
+    assert sum(view.open_requests for view in service.workers()) == 0
 
 
-def test_silence_ends_a_request_and_word_of_it_puts_that_off():
-    async def scene(service: RoutingService) -> None:
-        _, silent = ask(service)
-        _, told = ask(service)
-        await asyncio.sleep(8)
-        service.feedback(told, Stage.STARTED)
-        service.check()
-        await asyncio.sleep(4)
-        service.check()
-        with pytest.raises(RequestError, match="silent for 10 s"):
-            service.feedback(silent, Stage.FINISHED)
-        service.feedback(told, Stage.STARTED)
-        await asyncio.sleep(11)
-        assert sum(view.open_requests for view in service.workers()) == 0
-
-    run_scenario(scene, silence_s=10.0)
-
-
-def test_a_guess_has_its_time():
-    async def scene(service: RoutingService) -> None:
-        _, request_id = ask(service)
-        service.feedback(request_id, Stage.FINISHED)
-        await asyncio.sleep(11)
-        assert cached_blocks(service, service.route(Query(model="m", prompt=TOKENS))) == 0
-
-    run_scenario(scene, router={"predicted_s": 10.0})
+@scenario()
+async def test_servers_drain_move_and_go(service):
+    first, request_id = ask(service)
+    other = "b" if first == "a" else "a"
+    servers = {"a": A, "b": B}
+    draining = Server(url=servers[first].url, model="m", state=InstanceState.DRAINING)
+    assert (await service.put(first, draining)).condition == "draining"
+    assert ask(service)[0] == other
+    assert (await service.put(first, servers[first])).condition == "ready"
+    assert ask(service)[0] == first, "it still has the prefix"
+    moved = await service.put(first, Server(url="http://elsewhere", model="m"))
+    assert moved.indexed_blocks == 0, "another server, which holds nothing"
+    service.feedback(request_id, Stage.FINISHED)
+    await service.remove(first)
+    await service.remove(other)
+    with pytest.raises((RequestError, Unavailable)):
+        ask(service)
+    with pytest.raises(RequestError, match="'a' is not known; known: none"):
+        await service.remove("a")
 
 
-def test_servers_drain_move_and_go():
-    async def scene(service: RoutingService) -> None:
-        first, request_id = ask(service)
-        other = "b" if first == "a" else "a"
-        servers = {"a": A, "b": B}
-        draining = Server(url=servers[first].url, model="m", state=InstanceState.DRAINING)
-        assert (await service.put(first, draining)).condition == "draining"
-        assert ask(service)[0] == other
-        assert (await service.put(first, servers[first])).condition == "ready"
-        assert ask(service)[0] == first, "it still has the prefix"
-        moved = await service.put(first, Server(url="http://elsewhere", model="m"))
-        assert moved.indexed_blocks == 0, "another server, which holds nothing"
-        service.feedback(request_id, Stage.FINISHED)
-        await service.remove(first)
-        await service.remove(other)
-        with pytest.raises((RequestError, Unavailable)):
-            ask(service)
-        with pytest.raises(RequestError, match="'a' is not known; known: none"):
-            await service.remove("a")
-
-    run_scenario(scene)
+@scenario()
+async def test_two_changes_of_one_server_at_once_leave_one_server(service):
+    moved = (Server(url=f"http://c{number}", model="m") for number in range(4))
+    await asyncio.gather(*(service.put("c", server) for server in moved))
+    assert sorted(view.name for view in service.workers()) == ["a", "b", "c"]
 
 
-def test_two_changes_of_one_server_at_once_leave_one_server():
-    async def scene(service: RoutingService) -> None:
-        moved = (Server(url=f"http://c{number}", model="m") for number in range(4))
-        await asyncio.gather(*(service.put("c", server) for server in moved))
-        assert sorted(view.name for view in service.workers()) == ["a", "b", "c"]
-
-    run_scenario(scene)
-
-
-def test_refusals():
-    async def scene(service: RoutingService) -> None:
-        with pytest.raises(RequestError, match="model 'n': no worker has it; known: m"):
-            service.route(Query(model="n", prompt=TOKENS))
-        for empty in ("", TOKENS[:0]):
-            with pytest.raises(RequestError, match="prompt is empty"):
-                ask(service, empty)
-        for prompt, said in (
-            (np.array([5, -1], dtype=np.int32), "got -1"),
-            ([5, 1 << 40], "must fit in 32 bits, got 5 to 1099511627776"),
-            ([1.5], "must be integers, got float64"),
-            (7, "must have one dimension"),
-            (None, "must have one dimension"),
-        ):
-            with pytest.raises(
-                RequestError, match=f"^token_ids: must be integers from 0 to 2147483647.*{said}"
-            ):
-                ask(service, prompt)
-        for target_s in (float("nan"), float("inf"), 0.0, -1.0):
-            for name in ("slo_ttft_s", "slo_itl_s"):
-                with pytest.raises(RequestError, match=f"{name}: must be seconds > 0, got {target_s:g}"):
-                    ask(service, **{name: target_s})
-        with pytest.raises(Unavailable, match="draining, removed or excluded"):
-            ask(service, exclude=("a", "b", "unknown"))
-        with pytest.raises(Overloaded, match="2 workers are known"):
-            await service.put("c", Server(url="http://c", model="m"))
-        for _ in range(3):
-            ask(service, "short")
-        with pytest.raises(Overloaded, match="3 requests are open"):
-            ask(service)
-
-    run_scenario(scene, router=RouterConfig(open_requests_max=3, workers_max=2).model_dump())
+@scenario(router=RouterConfig(open_requests_max=3, workers_max=2).model_dump())
+async def test_refusals(service):
+    with pytest.raises(RequestError, match="model 'n': no worker has it; known: m"):
+        service.route(Query(model="n", prompt=TOKENS))
+    for empty in ("", TOKENS[:0]):
+        with pytest.raises(RequestError, match="prompt is empty"):
+            ask(service, empty)
+    for prompt, said in (
+        (np.array([5, -1], dtype=np.int32), "got -1"),
+        ([5, 1 << 40], "must fit in 32 bits, got 5 to 1099511627776"),
+        ([1.5], "must be integers, got float64"),
+        (7, "must have one dimension"),
+        (None, "must have one dimension"),
+    ):
+        with pytest.raises(RequestError, match=f"^token_ids: must be integers from 0 to 2147483647.*{said}"):
+            ask(service, prompt)
+    for target_s in (float("nan"), float("inf"), 0.0, -1.0):
+        for name in ("slo_ttft_s", "slo_itl_s"):
+            with pytest.raises(RequestError, match=f"{name}: must be seconds > 0, got {target_s:g}"):
+                ask(service, **{name: target_s})
+    with pytest.raises(Unavailable, match="draining, removed or excluded"):
+        ask(service, exclude=("a", "b", "unknown"))
+    with pytest.raises(Overloaded, match="2 workers are known"):
+        await service.put("c", Server(url="http://c", model="m"))
+    for _ in range(3):
+        ask(service, "short")
+    with pytest.raises(Overloaded, match="3 requests are open"):
+        ask(service)
 
 
 @pytest.mark.parametrize(
@@ -248,108 +214,58 @@ def test_refusals():
         ),
     ],
 )
-def test_a_server_that_cannot_be_is_refused_and_the_others_go_on(fields, said):
-    async def scene(service: RoutingService) -> None:
-        with pytest.raises(RequestError, match=said):
-            await service.put("c", Server(**{"url": "http://c", "model": "m"} | fields))
-        assert [view.name for view in service.workers()] == ["a", "b"]
-        assert ask(service)[0] in {"a", "b"}
-
-    run_scenario(scene)
+@scenario()
+async def test_a_server_that_cannot_be_is_refused_and_the_others_go_on(service, fields, said):
+    with pytest.raises(RequestError, match=said):
+        await service.put("c", Server(**{"url": "http://c", "model": "m"} | fields))
+    assert [view.name for view in service.workers()] == ["a", "b"]
+    assert ask(service)[0] in {"a", "b"}
 
 
-def test_counts_of_an_answer_that_cannot_be_are_refused():
-    async def scene(service: RoutingService) -> None:
-        _, request_id = ask(service)
-        for name in ("cached_tokens", "output_tokens"):
-            for tokens in (-1, 1 << 31):
-                with pytest.raises(
-                    RequestError, match=f"{name}: must be >= 0 and <= 2147483647, got {tokens}"
-                ):
-                    service.feedback(request_id, Stage.FINISHED, **{name: tokens})
-        with pytest.raises(
-            RequestError,
-            match="stage: must be one of started, prefilled, first_token, finished, failed, got 'over'",
-        ):
-            service.feedback(request_id, "over")
-        service.feedback(request_id, Stage.FINISHED, output_tokens=5)
-
-    run_scenario(scene)
+@in_virtual_time
+async def test_outside_of_its_context_it_says_so():
+    service = RoutingService(rng=random.Random(1))
+    with pytest.raises(PenstockError, match="not open; use it within `async with`"):
+        await service.put("a", A)
+    async with service:
+        await service.put("a", A)
+    with pytest.raises(PenstockError, match="not open"):
+        await service.put("a", A)
 
 
-def test_a_stage_may_be_said_by_its_name_and_tokens_as_a_list():
-    async def scene(service: RoutingService) -> None:
-        _, request_id = ask(service, TOKENS.tolist())
-        for stage in ("first_token", "finished"):
-            service.feedback(request_id, stage)
-        assert cached_blocks(service, service.route(Query(model="m", prompt=TOKENS))) == 25
-
-    run_scenario(scene)
-
-
-def test_outside_of_its_context_it_says_so():
-    async def main() -> None:
-        service = RoutingService(rng=random.Random(1))
-        with pytest.raises(PenstockError, match="not open; use it within `async with`"):
-            await service.put("a", A)
-        async with service:
-            await service.put("a", A)
-        with pytest.raises(PenstockError, match="not open"):
-            await service.put("a", A)
-
-    run_virtual(main())
-
-
-def test_a_cache_told_anew_counts_at_once():
+@scenario()
+async def test_a_cache_told_anew_counts_at_once(service):
     """It is what the wait for memory goes by, and a gateway's servers send no reports that would say it."""
 
-    async def scene(service: RoutingService) -> None:
-        for blocks in (1000, 10):
-            for name, server in (("a", A), ("b", B)):
-                await service.put(name, msgspec.structs.replace(server, total_blocks=blocks))
-            prompt = np.arange(blocks, blocks + 400, dtype=np.int32)
-            choice = service.route(Query(model="m", prompt=prompt))
-            (explanation,) = service.explain(choice.id)
-            assert (explanation.chosen.terms["kv_wait"] > 0) == (blocks == 10), "its prompt has 100"
-            service.feedback(choice.id, Stage.FINISHED)
-
-    run_scenario(scene)
+    for blocks in (1000, 10):
+        for name, server in (("a", A), ("b", B)):
+            await service.put(name, msgspec.structs.replace(server, total_blocks=blocks))
+        prompt = np.arange(blocks, blocks + 400, dtype=np.int32)
+        choice = service.route(Query(model="m", prompt=prompt))
+        (explanation,) = service.explain(choice.id)
+        assert (explanation.chosen.terms["kv_wait"] > 0) == (blocks == 10), "its prompt has 100"
+        service.feedback(choice.id, Stage.FINISHED)
 
 
-def test_prices_and_lengths_of_answers_reach_the_policy():
-    async def scene(service: RoutingService) -> None:
-        slow = msgspec.structs.replace(UNKNOWN, prefill_token_s=1.0)
-        for name, url in (("a", A.url), ("b", B.url)):
-            await service.put(name, Server(url=url, model="m", prices=slow if name == "a" else UNKNOWN))
-        for number in range(4):
-            worker, request_id = ask(service, TOKENS[number:].copy())
-            assert worker == "b", "the other takes a second for each token"
-            service.feedback(request_id, Stage.FINISHED, output_tokens=1000)
-        traffic = service._fleet.pools["m"].traffic
-        assert traffic.mean_output_tokens > 800
-
-    run_scenario(scene)
+@scenario()
+async def test_prices_reach_the_policy(service):
+    slow = msgspec.structs.replace(UNKNOWN, prefill_token_s=1.0)
+    for name, url in (("a", A.url), ("b", B.url)):
+        await service.put(name, Server(url=url, model="m", prices=slow if name == "a" else UNKNOWN))
+    for number in range(4):
+        worker, request_id = ask(service, TOKENS[number:].copy())
+        assert worker == "b", "the other takes a second for each token"
+        service.feedback(request_id, Stage.FINISHED, output_tokens=1000)
 
 
-def test_the_highest_prices_of_the_longest_prompt_are_still_numbers():
-    async def scene(service: RoutingService) -> None:
-        fields = UNKNOWN.__struct_fields__
-        highest = {name: 3600.0 for name in fields if name != "onboard_token_s"}
-        for name, url in (("a", A.url), ("b", B.url)):
-            await service.put(name, Server(url=url, model="m", prices=Prices(**highest), total_blocks=1))
-        for _ in range(3):
-            ask(service, np.arange(1 << 19, dtype=np.int32))
-
-    run_scenario(scene)
-
-
-def test_sessions_stay():
-    async def scene(service: RoutingService) -> None:
-        home, _ = ask(service, session="s")
-        for number in range(4):
-            assert ask(service, TOKENS[number:].copy(), session="s")[0] == home
-
-    run_scenario(scene, router={"policy": "session"})
+@scenario()
+async def test_the_highest_prices_of_the_longest_prompt_are_still_numbers(service):
+    fields = UNKNOWN.__struct_fields__
+    highest = {name: 3600.0 for name in fields if name != "onboard_token_s"}
+    for name, url in (("a", A.url), ("b", B.url)):
+        await service.put(name, Server(url=url, model="m", prices=Prices(**highest), total_blocks=1))
+    for _ in range(3):
+        ask(service, np.arange(1 << 19, dtype=np.int32))
 
 
 def test_silence_ends_at_its_last_instant_however_the_times_round():
@@ -365,7 +281,8 @@ def test_silence_ends_at_its_last_instant_however_the_times_round():
     run_scenario(scene, silence_s=silence_s)
 
 
-def test_requests_are_routed_while_a_prefill_server_is_being_removed():
+@scenario()
+async def test_requests_are_routed_while_a_prefill_server_is_being_removed(service):
     transfer = KvTransfer(prefill={"room": 1}, decode={"room": 1})
 
     def watched(role: Role) -> Watched:
@@ -373,22 +290,19 @@ def test_requests_are_routed_while_a_prefill_server_is_being_removed():
             role=role, kv_transfer_kind="x", make_transfer=lambda: transfer, transferred_prompts_only=True
         )
 
-    async def scene(service: RoutingService) -> None:
-        for name in ("a", "b"):
-            await service.remove(name)
-        await service.put("d", Server(url="http://d", model="m"), watched(Role.DECODE))
-        await service.put("p", Server(url="http://p", model="m"), watched(Role.PREFILL))
-        removal = asyncio.create_task(service.servers.remove("p"))
-        routed = 0
-        while not removal.done():
-            with suppress(Unavailable):
-                choice = service.route(Query(model="m", prompt=TOKENS))
-                assert choice.prefill is not None
-                service.feedback(choice.id, Stage.FINISHED)
-                routed += 1
-            await asyncio.sleep(0)
-        await removal
-        assert routed > 1, "also while it was being removed"
-        assert service.servers.worker_id("p") is None
-
-    run_scenario(scene)
+    for name in ("a", "b"):
+        await service.remove(name)
+    await service.put("d", Server(url="http://d", model="m"), watched(Role.DECODE))
+    await service.put("p", Server(url="http://p", model="m"), watched(Role.PREFILL))
+    removal = asyncio.create_task(service.servers.remove("p"))
+    routed = 0
+    while not removal.done():
+        with suppress(Unavailable):
+            choice = service.route(Query(model="m", prompt=TOKENS))
+            assert choice.prefill is not None
+            service.feedback(choice.id, Stage.FINISHED)
+            routed += 1
+        await asyncio.sleep(0)
+    await removal
+    assert routed > 1, "also while it was being removed"
+    assert service.servers.worker_id("p") is None

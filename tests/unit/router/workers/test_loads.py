@@ -1,7 +1,6 @@
 """Reservations: each request counts once, from the decision until its worker's own report."""
 
 import numpy as np
-import pytest
 
 from penstock.core.types.load import WorkerLoad
 from penstock.router.workers.loads import LoadTracker, Reserved
@@ -9,61 +8,6 @@ from penstock.router.workers.loads import LoadTracker, Reserved
 
 def report(accepted: int, **figures: int) -> WorkerLoad:
     return WorkerLoad(accepted_requests=accepted, total_blocks=100, **figures)
-
-
-def test_a_reservation_counts_at_once():
-    loads = LoadTracker(2)
-    loads.reset(1, total_blocks=64)
-    loads.reserve(1, prefill_tokens=40, blocks=3)
-    assert loads.running_requests.tolist() == [0, 1]
-    assert loads.queued_prefill_tokens.tolist() == [0, 40]
-    assert loads.active_blocks.tolist() == [0, 3]
-    assert loads.total_blocks.tolist() == [0, 64]
-    loads.check()
-
-
-def test_a_report_replaces_the_reservations_it_includes_and_no_others():
-    loads = LoadTracker()
-    loads.reserve(0, 40, 3)
-    loads.reserve(0, 50, 4)
-    loads.report(0, report(1, running_requests=1, active_blocks=3, queued_prefill_tokens=24))
-    assert loads.reserved(0) == Reserved(requests=1, prefill_tokens=50, blocks=4)
-    assert loads.running_requests.tolist() == [2]
-    assert loads.queued_prefill_tokens.tolist() == [74]
-    loads.report(0, report(2, running_requests=1, waiting_requests=1, active_blocks=3))
-    assert loads.reserved(0) == Reserved(0, 0, 0)
-    assert loads.waiting_requests.tolist() == [1]
-    loads.check()
-
-
-def test_an_old_report_keeps_the_reservation():
-    loads = LoadTracker()
-    loads.reserve(0, 40, 3)
-    loads.report(0, report(0, running_requests=5))
-    assert loads.running_requests.tolist() == [6]
-
-
-def test_the_first_token_ends_the_prefill_part_only():
-    loads = LoadTracker()
-    reservation = loads.reserve(0, 40, 3)
-    loads.prefill_done(reservation)
-    loads.prefill_done(reservation)
-    assert loads.reserved(0) == Reserved(requests=1, prefill_tokens=0, blocks=3)
-    loads.check()
-
-
-@pytest.mark.parametrize("covered", [False, True])
-def test_release_is_safe_twice(covered):
-    loads = LoadTracker()
-    reservation = loads.reserve(0, 40, 3)
-    if covered:
-        loads.report(0, report(1))
-    loads.release(reservation)
-    loads.release(reservation)
-    loads.prefill_done(reservation)
-    assert loads.reserved(0) == Reserved(0, 0, 0)
-    assert loads.open_requests(0) == 0
-    loads.check()
 
 
 def test_a_new_connection_counts_from_one_again():
@@ -78,35 +22,6 @@ def test_a_new_connection_counts_from_one_again():
     loads.release(old)
     loads.report(0, report(1))
     assert new.covered
-    loads.check()
-
-
-def test_slots_grow_and_keep_what_they_have():
-    loads = LoadTracker()
-    loads.reserve(0, 40, 3)
-    loads.grow(3)
-    loads.reserve(2, 10, 1)
-    assert loads.queued_prefill_tokens.tolist() == [40, 0, 10]
-    loads.check()
-
-
-def test_what_was_sent_counts_whatever_the_reports_say():
-    loads = LoadTracker(2)
-    first, second = loads.reserve(1, 40, 3), loads.reserve(1, 50, 4)
-    loads.report(1, report(2, running_requests=2, cached_blocks=9))
-    assert loads.cached_blocks.tolist() == [0, 9]
-    loads.prefill_done(first)
-    assert loads.own_requests.tolist() == [0, 2]
-    assert loads.own_prefill_tokens.tolist() == [0, 50]
-    assert loads.own_blocks.tolist() == [0, 7]
-    loads.release(first)
-    loads.release(second)
-    loads.prefill_done(second)
-    assert [column[1] for column in (loads.own_requests, loads.own_prefill_tokens, loads.own_blocks)] == [
-        0,
-        0,
-        0,
-    ]
     loads.check()
 
 

@@ -41,20 +41,6 @@ class Reports:
         return self.send(**counted | changes)
 
 
-def test_a_worker_as_fast_as_it_says_stays_at_one() -> None:
-    reports = Reports()
-    assert not any(reports.decode(steps) for steps in (8, 50, 100, 20))
-    assert reports.price_correction.factor == 1.0
-    assert reports.price_correction.trusted
-
-
-def test_a_slow_worker_is_found_out_by_the_third_report_that_says_something() -> None:
-    reports = Reports()
-    reports.slowness = 1.5
-    assert [reports.decode() for _ in range(4)] == [False, False, True, False]
-    assert reports.price_correction.factor == pytest.approx(1.5, rel=1e-6)
-
-
 def test_a_change_is_followed_within_20_reports_and_one_way_only() -> None:
     reports = Reports()
     for _ in range(10):
@@ -83,15 +69,6 @@ def test_intervals_that_say_nothing(steps: int, changes: dict[str, int]) -> None
     assert reports.price_correction.factor == 1.0
 
 
-def test_steps_that_are_counted_from_anew_say_nothing() -> None:
-    reports = Reports()
-    for _ in range(9):
-        reports.now_s += 10.0
-        assert not reports.send(steps=0)
-        assert not reports.send(steps=1000)  # at the same moment
-    assert reports.price_correction.factor == 1.0
-
-
 def test_the_worst_is_a_quarter_or_four_times() -> None:
     for slowness, factor in ((100.0, 8.0), (0.01, 0.125)):
         reports = Reports()
@@ -113,10 +90,3 @@ def test_what_was_learned_of_an_idle_worker_is_forgotten() -> None:
     assert reports.price_correction.forget_if_idle(reports.now_s + FORGOTTEN_S)
     assert reports.price_correction.factor == 1.0
     assert not reports.price_correction.forget_if_idle(reports.now_s + 2 * FORGOTTEN_S), "nothing is left"
-
-
-def test_a_worker_without_prices_is_not_corrected() -> None:
-    reports = Reports(prices=None)
-    reports.slowness = 3.0
-    assert not any(reports.decode() for _ in range(10))
-    assert reports.price_correction.factor == 1.0

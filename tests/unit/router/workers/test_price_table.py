@@ -1,4 +1,3 @@
-import msgspec
 import numpy as np
 import pytest
 
@@ -6,7 +5,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
 from penstock.perf.topology import NetworkPath
-from penstock.router.workers.price_table import UNKNOWN, PriceTable
+from penstock.router.workers.price_table import PriceTable
 
 
 def instance(
@@ -54,23 +53,6 @@ def test_who_says_nothing_is_taken_for_the_median_of_the_others():
     table.check()
 
 
-def test_how_many_prompts_run_at_once_is_each_ones_own_and_no_price():
-    table = PriceTable(4)
-    for slot, (token_s, at_once, factor) in enumerate(((1e-5, 8, 1.0), (1e-5, 2, 3.0), (None, 4, 1.0))):
-        table.put(slot, instance(token_s, prompts_at_once=at_once), factor)
-    assert table.columns().prompts_at_once.tolist() == [8, 2, 4, 1]
-    table.put(0, instance(1e-5, prompts_at_once=0))
-    assert table.columns().prompts_at_once[0] == 1, "nobody computes fewer"
-
-
-def test_nobody_says_anything():
-    table = PriceTable(1)
-    table.put(0, instance(None))
-    table.grow(3)
-    assert table.columns().decode_step_s.tolist() == [UNKNOWN.decode_step_s] * 3
-    assert table.columns().onboard_token_s.shape == (4, 3)
-
-
 def test_tiers_come_as_far_as_they_are_known():
     table = PriceTable(2)
     table.put(0, instance(1e-5, onboard_token_s=(0.0, 2e-6)))
@@ -84,13 +66,6 @@ def test_what_is_no_price_counts_as_nothing(nonsense):
     table.put(0, instance(nonsense))
     table.check()
     assert table.columns().prefill_token_s.tolist() == [0.0]
-
-
-def test_the_highest_price_is_an_hour():
-    table = PriceTable(1)
-    table.put(0, instance(1e300))
-    table.check()
-    assert table.columns().prefill_token_s.tolist() == [3600.0]
 
 
 def test_columns_cannot_be_written_to_and_hold_until_something_changes():
@@ -149,10 +124,3 @@ def test_the_way_to_a_worker_is_its_own_though_its_prices_are_others():
     assert columns.round_trip_s.tolist() == [0.0, 0.08, 0.0]
     assert columns.byte_s.tolist() == [0.0, 1e-8, 0.0]
     assert columns.prefill_token_s.tolist() == [1e-5] * 3
-
-
-def test_a_worker_of_before_there_were_prices_is_understood():
-    new = instance(1e-5)
-    old = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(new, prices=None)), type=Instance)
-    assert old.prices is None
-    assert b"prices" not in msgspec.json.encode(old)

@@ -25,20 +25,3 @@ def test_the_mean_answer_begins_as_a_guess_and_follows_what_ends():
         traffic.ended(10, now_s=float(second))
     assert 10 < traffic.mean_output_tokens < 50  # ten minutes keep a third
     traffic.check()
-
-
-def test_a_clock_that_stands_still_is_no_harm():
-    traffic = Traffic()
-    for _ in range(10):
-        traffic.arrived(5.0)
-        traffic.ended(7, 5.0)
-    assert traffic.rate_per_s(5.0) == pytest.approx(10 / 30)
-    traffic.check()
-
-
-def test_several_that_came_together_count_as_so_many():
-    one_by_one, together = Traffic(), Traffic()
-    for _ in range(5):
-        one_by_one.arrived(1.0)
-    together.arrived(1.0, 5)
-    assert together.rate_per_s(2.0) == one_by_one.rate_per_s(2.0) > 0

@@ -1,0 +1,51 @@
+"""Tests that are scenes: coroutines that get a running deployment, or a part of one."""
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from penstock.sim.loop.loop import run_virtual
+
+Scene = Callable[..., Awaitable[None]]
+
+
+def scenes(run: Callable[..., None], parts: int) -> Callable[..., Callable[[Scene], Callable[..., None]]]:
+    """Make a decorator of tests.
+
+    Args:
+        run: runs a scene; further arguments are those of the decorator.
+        parts: number of arguments that `run` gives a scene. pytest gives it those that follow.
+    """
+
+    def with_options(*arguments: object, **options: object) -> Callable[[Scene], Callable[..., None]]:
+        def decorate(scene: Scene) -> Callable[..., None]:
+            signature = inspect.signature(scene)
+
+            @functools.wraps(scene)
+            def test(**given: object) -> None:
+                run(functools.partial(scene, **given), *arguments, **options)
+
+            del test.__wrapped__  # type: ignore[attr-defined]
+            fixtures = list(signature.parameters.values())[parts:]
+            test.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+            return test
+
+        return decorate
+
+    return with_options
+
+
+def _virtually(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scene())
+
+
+def _really(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(scene())
+
+
+in_virtual_time = scenes(_virtually, 0)()
+"""Runs a test on virtual time."""
+on_a_loop = scenes(_really, 0)()
+"""Runs a test on an event loop of its own."""
