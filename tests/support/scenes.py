@@ -27,7 +27,7 @@ def scenes(run: Callable[..., None], parts: int) -> Callable[..., Callable[[Scen
             def test(**given: object) -> None:
                 run(functools.partial(scene, **given), *arguments, **options)
 
-            del test.__wrapped__  # type: ignore[attr-defined]
+            del test.__wrapped__
             fixtures = list(signature.parameters.values())[parts:]
             test.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
             return test

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from contextlib import ExitStack
 
 import pytest
@@ -12,11 +11,9 @@ import pytest
 from tests.support.host import TOKENS, Host, text_of, until
 from tests.support.triangle import triangle
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces")]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.needs("ip", "curl", "namespaces")]
 URL = "http://127.0.0.1:8000"
 STREAMS, DELAY_S = 4, 0.04
-SILENT_S_MAX = 60.0
-"""Far above the 8 s of two checks, for machines that are busy otherwise."""
 BASE = (
     "frontend.host=0.0.0.0", "roles.aggregated.engine=mock", "roles.aggregated.mock.speedup=0.5",
     f"roles.aggregated.max_running_requests={STREAMS}", "supervision.spare_processes=0",
@@ -105,12 +102,8 @@ def test_a_killed_frontend_and_a_region_that_falls_silent_lose_no_request(tmp_pa
         until(lambda: sum(running(us)) and min(running(one)) > 0)
         for host in (one, other):
             send(host, signal.SIGSTOP)
-        stopped_s = time.monotonic()
         try:
             until(lambda: workers(us)["link-eu"]["condition"] == "unhealthy")
-            silent_s = time.monotonic() - stopped_s
-            print(f"given up {silent_s:.1f} s after it fell silent")
-            assert silent_s < SILENT_S_MAX
             assert gauge(us, "healthy_frontends") == 0
             assert gauge(us, "problem") == 1
             assert [text_of(stream) for stream in sent] == texts, "the same tokens as undisturbed"

@@ -2,36 +2,17 @@
 
 import json
 import ssl
-import subprocess
 import urllib.request
 
 import pytest
 
 from penstock.frontend.tenants.api_key import digest_of
+from tests.support.certificates import make_authority, make_certificate
 from tests.support.host import until
 from tests.support.up import Up
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("openssl")]
 KEY = "sk-" + "k" * 40
-
-
-def certificate(folder, name):
-    """Make a certificate of 127.0.0.1 that is its own authority."""
-    made, key = folder / f"{name}.pem", folder / f"{name}.key"
-    words = (
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-noenc",
-        "-days",
-        "2",
-        "-subj",
-        f"/CN={name}",
-    )
-    files = ("-keyout", str(key), "-out", str(made), "-addext", "subjectAltName=IP:127.0.0.1")
-    subprocess.run(["openssl", "req", "-x509", *words, *files], check=True, capture_output=True)
-    return made, key
 
 
 class Region(Up):
@@ -62,20 +43,10 @@ class Region(Up):
 
 
 def test_a_wrong_certificate_key_or_secret_is_told_of_at_both_ends(tmp_path):
-    (theirs, theirs_key), (others, _) = certificate(tmp_path, "eu"), certificate(tmp_path, "other")
-    (tmp_path / "keys.yaml").write_text(
-        json.dumps(
-            {
-                "tenants": {
-                    "us": {
-                        "keys": [f"sha256:{digest_of(KEY.encode()).hex()}"],
-                        "link": True,
-                        "cache_salt": "",
-                    }
-                }
-            }
-        )
-    )
+    theirs, others = (make_authority(tmp_path, name) for name in ("eu-authority", "other"))
+    pair = make_certificate(tmp_path, "eu", theirs, address="127.0.0.1")
+    of_us = {"keys": [f"sha256:{digest_of(KEY.encode()).hex()}"], "link": True, "cache_salt": ""}
+    (tmp_path / "keys.yaml").write_text(json.dumps({"tenants": {"us": of_us}}))
     (tmp_path / "wrong.key").write_text("sk-" + "w" * 40)
     (tmp_path / "right.key").write_text(KEY)
     eu, us = (
@@ -103,7 +74,7 @@ def test_a_wrong_certificate_key_or_secret_is_told_of_at_both_ends(tmp_path):
                 router={"location": {"region": "eu"}},
                 frontend={
                     "port": 0,
-                    "tls": {"certificate": str(theirs), "key": str(theirs_key)},
+                    "tls": {"certificate": str(pair.certificate), "key": str(pair.key)},
                     "api_key_file": str(tmp_path / "keys.yaml"),
                 },
             )

@@ -137,39 +137,3 @@ def test_a_log_of_a_deployment_is_replayed(deploy, capfd, monkeypatch, tmp_path)
         assert main(["explain", *arguments]) == 2
         assert text in capfd.readouterr().err
     log.configure("warning", process="supervisor")
-
-
-def test_decisions_with_prefill_workers_are_told_and_replayed(deploy, capfd, monkeypatch, tmp_path):
-    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "json")
-    told = []
-
-    async def scenario(site):
-        for n in range(6):
-            answer = await site.client.chat.completions.create(
-                model=MODEL, messages=[{"role": "user", "content": f"{n % 3} {LONG}"}], max_tokens=4
-            )
-        told.append(
-            (await asyncio.to_thread(main, ["explain", answer.id, "--url", site.url]), capfd.readouterr())
-        )
-
-    each = {"replicas": 2, "engine": "mock"}
-    router = {"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}}
-    deploy(
-        scenario,
-        roles={"prefill": each, "decode": each},
-        router=router,
-        log_level="debug",
-        frontend=EXPLAINS,
-    )
-    ((code, printed),) = told
-    assert code == 0
-    assert "prompt by a prefill worker: not compared by cost" in printed.out
-    assert "prompt to prefill-" in printed.out
-    assert "answer by decode-" in printed.out
-    file = tmp_path / "log.jsonl"
-    file.write_text(printed.err + capfd.readouterr().err)
-    assert main(["explain", "--replay", str(file)]) == 0
-    assert "6 decisions by the policies that made them: 6 the same, 0 not" in capfd.readouterr().out
-    assert main(["explain", "--replay", str(file), "--policy", "kv"]) == 0
-    assert "6 decisions by kv" in capfd.readouterr().out
-    log.configure("warning", process="supervisor")

@@ -14,9 +14,6 @@ TOKENS = 40
 TINY = {"kv_blocks": 48, "max_running_requests": 4, "mock": {"timing": {"step_s": 0.02}}}
 """Room for four requests, which take a second each."""
 SLOW = TINY | {"mock": {"timing": {"step_s": 0.04}}}
-
-LONG = {"max_running_requests": 4, "mock": {"timing": {"step_s": 0.04}}}
-"""Four places and memory for many more."""
 FRONTEND = {"port": 0, "processes": 1, "drain_timeout_s": 60, "trust_headers": True}
 
 
@@ -72,8 +69,6 @@ def test_past_the_bound_come_429_and_503_with_retry_after_and_who_was_held_is_an
         held = await crowd.metric("queued_requests")
         await asyncio.gather(*crowd.tasks)
         codes = [error.status_code for error in crowd.errors]
-        assert 429 in codes
-        assert 503 in codes
         assert set(codes) == {429, 503}
         assert all(1 <= int(error.response.headers["Retry-After"]) <= 60 for error in crowd.errors)
         assert all("router.queue.requests_max" in error.message for error in crowd.errors)
@@ -86,7 +81,9 @@ def test_past_the_bound_come_429_and_503_with_retry_after_and_who_was_held_is_an
     deploy(scenario, role=SLOW, router=hold(16), frontend=FRONTEND)
 
 
-def test_high_priority_overtakes_and_a_flood_of_one_tenant_starves_nobody(deploy):
+def test_who_waits_is_answered_by_turn_and_before_a_server_that_was_told_to_stop_does(deploy):
+    """High priority overtakes, and a flood of one tenant starves nobody."""
+
     async def scenario(site):
         crowd = Crowd(site)
         await crowd.fill()
@@ -94,50 +91,16 @@ def test_high_priority_overtakes_and_a_flood_of_one_tenant_starves_nobody(deploy
             await crowd.send(f"flood-{number}", tenant="flood")
         await crowd.send("other", tenant="other")
         await crowd.send("urgent", tenant="flood", priority="high")
-        await asyncio.gather(*crowd.tasks)
-        assert not crowd.errors
-        flood = [name for name in crowd.ended if name.startswith("flood")]
-        assert crowd.ended.index("urgent") < crowd.ended.index(flood[6])
-        assert crowd.ended.index("other") < crowd.ended.index(flood[6])
-
-    deploy(scenario, role=TINY, router=hold(100), frontend=FRONTEND)
-
-
-def test_what_was_held_is_answered_before_a_server_that_was_told_to_stop_does(deploy):
-    async def scenario(site):
-        crowd = Crowd(site)
-        await crowd.fill()
-        for number in range(2):
-            await crowd.send(f"a-{number}", tenant="a")
+        load = await site.load("worker-1")
+        assert load["running_requests"] == 4
+        assert load["waiting_requests"] <= 2, "they wait at the frontend"
         assert await crowd.metric("queued_requests") >= 1
         os.kill(site.deployment.pids()["frontend-1"], signal.SIGTERM)
         await asyncio.gather(*crowd.tasks)
         assert not crowd.errors
         assert len(crowd.ended) == len(crowd.tasks)
+        flood = [name for name in crowd.ended if name.startswith("flood")]
+        assert crowd.ended.index("urgent") < crowd.ended.index(flood[6])
+        assert crowd.ended.index("other") < crowd.ended.index(flood[6])
 
     deploy(scenario, role=TINY, router=hold(100), frontend=FRONTEND)
-
-
-def test_short_prompts_with_long_answers_wait_at_the_frontend_and_not_in_the_worker(deploy):
-    async def scenario(site):
-        crowd = Crowd(site)
-        for number in range(24):
-            await crowd.send(f"flood-{number}", tenant="flood")
-        load = await site.load("worker-1")
-        assert load["running_requests"] == 4
-        assert load["waiting_requests"] <= 2
-        assert await crowd.metric("queued_requests") >= 4
-        await crowd.send("urgent", tenant="flood", priority="high")
-        await crowd.send("other", tenant="other")
-        number = 0
-        while not crowd.errors:
-            await crowd.send(f"last-{number}", tenant="last")
-            number += 1
-        await asyncio.gather(*crowd.tasks)
-        for refused in crowd.errors:
-            assert "frontend.inflight_max" in refused.message
-            assert 3 <= int(refused.response.headers["Retry-After"]) <= 60
-        assert crowd.ended.index("urgent") < 16
-        assert crowd.ended.index("other") < 16
-
-    deploy(scenario, role=LONG, frontend=FRONTEND | {"inflight_max": 28})

@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 from tests.support.fake_server import FakeServer
 from tests.support.kv_publisher import endpoints, publishing
+from tests.support.scenes import on_a_loop
 
 TIMEOUT_S = 60.0
 MODEL = "penstock-demo"
@@ -41,17 +42,17 @@ class Site:
     def __init__(self, service: RoutingService, url: str, http: aiohttp.ClientSession) -> None:
         self.service = service
         self.said: list[tuple[str, ...]] = []
-        self._url = url
+        self.url = url
         self._http = http
 
     async def ask(self, path: str, **body: Any) -> dict[str, Any]:
         headers = {"X-Penstock-Explain": "1"}
-        async with self._http.post(self._url + path, json=body, headers=headers) as answer:
+        async with self._http.post(self.url + path, json=body, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
             return await answer.json()  # type: ignore[no-any-return]
 
     async def refused(self, path: str, status: int, **body: Any) -> str:
-        async with self._http.post(self._url + path, json=body) as answer:
+        async with self._http.post(self.url + path, json=body) as answer:
             assert answer.status == status, await answer.text()
             return str((await answer.json())["error"]["message"])
 
@@ -103,48 +104,44 @@ class Site:
             return {"text": text, "tokens": text.count('"finish_reason"')}
 
 
-def run(
-    test: Callable[[Site], Awaitable[None]],
+@asynccontextmanager
+async def serving(
     roles: Callable[[], dict[Role, dict[str, Any]]],
     servers: list[FakeServer],
     *,
     router: dict[str, Any] | None = None,
-) -> None:
-    async def scenario() -> None:
-        async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
-            for server in servers:
-                await stack.enter_async_context(server)
-            configs = {
-                role: ServerConfig.parse(CHECKS | args, source="test") for role, args in roles().items()
-            }
-            config = RoutingServiceConfig(router=RouterConfig(**router or {}), block_size=BLOCK)
-            registry = CollectorRegistry()
-            service = await stack.enter_async_context(
-                RoutingService(rng=random.Random(0), config=config, registry=registry)
-            )
-            model = RouteModel.open(str(MODEL_DIR), (MODEL, "lora"), 4096)
-            http = await stack.enter_async_context(aiohttp.ClientSession())
-            front = RoutingServer(service, RoutingHttpConfig(port=0), registry, model=model)
-            host, port = await front.start()
-            site = Site(service, f"http://{host}:{port}", http)
-            watched = WatchedServers(
-                service,
-                configs,
-                model=MODEL,
-                model_dir=MODEL_DIR,
-                adapters=("lora",),
-                say=lambda *words: site.said.append(words),
-            )
-            watching = asyncio.ensure_future(watched.run())
-            try:
-                await test(site)
-                service.check()
-            finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
-                await front.close()
-
-    asyncio.run(scenario())
+) -> AsyncIterator[Site]:
+    """Run a router over servers; `roles` is asked for their settings once they have URLs."""
+    async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server)
+        configs = {role: ServerConfig.parse(CHECKS | args, source="test") for role, args in roles().items()}
+        config = RoutingServiceConfig(router=RouterConfig(**router or {}), block_size=BLOCK)
+        registry = CollectorRegistry()
+        service = await stack.enter_async_context(
+            RoutingService(rng=random.Random(0), config=config, registry=registry)
+        )
+        model = RouteModel.open(str(MODEL_DIR), (MODEL, "lora"), 4096)
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        front = RoutingServer(service, RoutingHttpConfig(port=0), registry, model=model)
+        host, port = await front.start()
+        site = Site(service, f"http://{host}:{port}", http)
+        watched = WatchedServers(
+            service,
+            configs,
+            model=MODEL,
+            model_dir=MODEL_DIR,
+            adapters=("lora",),
+            say=lambda *words: site.said.append(words),
+        )
+        watching = asyncio.ensure_future(watched.run())
+        try:
+            yield site
+            service.check()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await front.close()
 
 
 # -- KV events
@@ -160,7 +157,8 @@ def stored(token_ids: list[int], first: int, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
-def test_requests_go_where_their_prefix_is_exactly(api: str, tmp_path: Path) -> None:
+@on_a_loop
+async def test_requests_go_where_their_prefix_is_exactly(api: str, tmp_path: Path):
     """Whoever had a server compute the prefix, and however the prompt is told: as tokens, text or messages."""
     servers = [FakeServer(TOKENIZER, api), FakeServer(TOKENIZER, api)]
     addresses = [endpoints("tcp", tmp_path) for _ in servers]
@@ -170,90 +168,72 @@ def test_requests_go_where_their_prefix_is_exactly(api: str, tmp_path: Path) -> 
     # SGLang's hashes are signed, and a salt is a field of its own; vLLM's salt is an extra key of the first block.
     salted = {"cache_salt": "tenant"} if api == "sglang" else {"extra_keys": [["tenant"], *[None] * 8]}
 
-    async def test(site: Site) -> None:
-        async with publishing(addresses[0]) as first, publishing(addresses[1]) as second:
-            await site.ready("server-1", "server-2")
-            assert not site.view("server-1").predicted
-            sign = -1 if api == "sglang" else 1
-            await second.send(stored(PROMPT, sign * 1000))
-            await first.send(stored(model.prompt(text).tolist(), 2000))
-            await second.send(stored(model.chat(talk).tolist(), 3000))
-            await first.send(
-                stored(PROMPT, 4000, lora_name="lora", **({"lora_id": 1} if api == "vllm" else {}))
-            )
-            await second.send(stored(PROMPT, 5000, **salted))
-            total = 2 * (150 // BLOCK) + len(model.chat(talk)) // BLOCK
-            await site.until(lambda: site.view("server-2").indexed_blocks == total)
-            await site.until(lambda: site.view("server-1").indexed_blocks > 0)
-            for _ in range(3):
-                assert await site.overlap(token_ids=PROMPT) == ("server-2", 9)
-                assert await site.overlap(prompt=text) == ("server-1", len(model.prompt(text)) // BLOCK)
-                assert await site.overlap(messages=talk) == ("server-2", len(model.chat(talk)) // BLOCK)
-                assert await site.overlap(token_ids=PROMPT, model="lora") == ("server-1", 9)
-                assert await site.overlap(token_ids=PROMPT, cache_salt="tenant") == ("server-2", 9)
-                assert (await site.overlap(token_ids=PROMPT, cache_salt="other"))[1] == 0
-            await second.send({"type": "AllBlocksCleared"})
-            await site.until(lambda: not site.view("server-2").indexed_blocks)
-            assert (await site.overlap(token_ids=PROMPT))[1] == 0, "nothing is guessed of servers with events"
-
-    run(
-        test,
-        lambda: {
-            Role.AGGREGATED: {
-                "url": [server.url for server in servers],
-                "kv_events": [address.endpoint for address in addresses],
-                "kv_events_replay": [address.replay_endpoint for address in addresses],
-            }
-        },
-        servers,
-    )
+    async with (
+        serving(
+            lambda: {
+                Role.AGGREGATED: {
+                    "url": [server.url for server in servers],
+                    "kv_events": [address.endpoint for address in addresses],
+                    "kv_events_replay": [address.replay_endpoint for address in addresses],
+                }
+            },
+            servers,
+        ) as site,
+        publishing(addresses[0]) as first,
+        publishing(addresses[1]) as second,
+    ):
+        await site.ready("server-1", "server-2")
+        assert not site.view("server-1").predicted
+        sign = -1 if api == "sglang" else 1
+        await second.send(stored(PROMPT, sign * 1000))
+        await first.send(stored(model.prompt(text).tolist(), 2000))
+        await second.send(stored(model.chat(talk).tolist(), 3000))
+        await first.send(stored(PROMPT, 4000, lora_name="lora", **({"lora_id": 1} if api == "vllm" else {})))
+        await second.send(stored(PROMPT, 5000, **salted))
+        total = 2 * (150 // BLOCK) + len(model.chat(talk)) // BLOCK
+        await site.until(lambda: site.view("server-2").indexed_blocks == total)
+        await site.until(lambda: site.view("server-1").indexed_blocks > 0)
+        for _ in range(3):
+            assert await site.overlap(token_ids=PROMPT) == ("server-2", 9)
+            assert await site.overlap(prompt=text) == ("server-1", len(model.prompt(text)) // BLOCK)
+            assert await site.overlap(messages=talk) == ("server-2", len(model.chat(talk)) // BLOCK)
+            assert await site.overlap(token_ids=PROMPT, model="lora") == ("server-1", 9)
+            assert await site.overlap(token_ids=PROMPT, cache_salt="tenant") == ("server-2", 9)
+            assert (await site.overlap(token_ids=PROMPT, cache_salt="other"))[1] == 0
+        await second.send({"type": "AllBlocksCleared"})
+        await site.until(lambda: not site.view("server-2").indexed_blocks)
+        assert (await site.overlap(token_ids=PROMPT))[1] == 0, "nothing is guessed of servers with events"
 
 
-def test_a_gap_is_replayed_or_else_everything_is_forgotten(tmp_path: Path) -> None:
+@on_a_loop
+async def test_a_gap_is_replayed_or_else_everything_is_forgotten(tmp_path: Path):
     servers = [FakeServer(TOKENIZER)]
     address = endpoints("tcp", tmp_path)
 
-    async def test(site: Site) -> None:
-        async with publishing(address, keep=3) as publisher:
-            await publisher.send(stored(PROMPT, 1000))  # before the router came: replayed
-            await site.ready("server-1")
-            await site.until(lambda: site.view("server-1").indexed_blocks == 9)
-            await publisher.send(stored([7] * 64, 2000), lost=True)
-            await publisher.send(stored([8] * 32, 3000))
-            await site.until(lambda: site.view("server-1").indexed_blocks == 15)
-            for number in range(4):  # more than the publisher keeps
-                await publisher.send(stored([9 + number] * 16, 4000 + number), lost=True)
-            await publisher.send(stored([20] * 16, 5000))
-            await site.until(lambda: site.view("server-1").indexed_blocks == 3)
-            assert (await site.overlap(token_ids=PROMPT))[1] == 0
-
-    run(
-        test,
-        lambda: {
-            Role.AGGREGATED: {
-                "url": [servers[0].url],
-                "kv_events": [address.endpoint],
-                "kv_events_replay": [address.replay_endpoint],
-            }
-        },
-        servers,
-    )
-
-
-def test_servers_with_blocks_of_another_size_get_no_requests(tmp_path: Path) -> None:
-    server = FakeServer(TOKENIZER)
-    server.metrics = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
-    endpoint = endpoints("tcp", tmp_path).endpoint
-
-    async def test(site: Site) -> None:
-        await site.until(lambda: bool(site.said))
-        ((name, state, why),) = site.said
-        assert (name, state) == ("server-1", "failed")
-        assert "the engine's KV blocks have 32 tokens and the model's 16" in why
-        server.metrics = server.metrics.replace("32", "16")
+    async with (
+        serving(
+            lambda: {
+                Role.AGGREGATED: {
+                    "url": [servers[0].url],
+                    "kv_events": [address.endpoint],
+                    "kv_events_replay": [address.replay_endpoint],
+                }
+            },
+            servers,
+        ) as site,
+        publishing(address, keep=3) as publisher,
+    ):
+        await publisher.send(stored(PROMPT, 1000))  # before the router came: replayed
         await site.ready("server-1")
-
-    run(test, lambda: {Role.AGGREGATED: {"url": [server.url], "kv_events": [endpoint]}}, [server])
+        await site.until(lambda: site.view("server-1").indexed_blocks == 9)
+        await publisher.send(stored([7] * 64, 2000), lost=True)
+        await publisher.send(stored([8] * 32, 3000))
+        await site.until(lambda: site.view("server-1").indexed_blocks == 15)
+        for number in range(4):  # more than the publisher keeps
+            await publisher.send(stored([9 + number] * 16, 4000 + number), lost=True)
+        await publisher.send(stored([20] * 16, 5000))
+        await site.until(lambda: site.view("server-1").indexed_blocks == 3)
+        assert (await site.overlap(token_ids=PROMPT))[1] == 0
 
 
 # -- pairs
@@ -272,10 +252,11 @@ def roles_of(servers: list[FakeServer], **prefill: Any) -> Callable[[], dict[Rol
     }
 
 
-def test_vllm_pairs_pass_on_what_the_prefill_answers() -> None:
+@on_a_loop
+async def test_vllm_pairs_pass_on_what_the_prefill_answers():
     prefill, decode = servers = pair("vllm")
 
-    async def test(site: Site) -> None:
+    async with serving(roles_of(servers), servers, router=LOADED) as site:
         await site.ready("prefill-1", "decode-1")
         choice = await site.route(token_ids=PROMPT)
         assert (choice["worker"], choice["url"]) == ("decode-1", decode.url)
@@ -295,13 +276,12 @@ def test_vllm_pairs_pass_on_what_the_prefill_answers() -> None:
         await site.ask("/feedback", id=choice["id"], stage="finished", output_tokens=5)
         assert site.view("decode-1").open_requests == 0
 
-    run(test, roles_of(servers), servers, router=LOADED)
 
-
-def test_sglang_pairs_get_one_room_and_run_together() -> None:
+@on_a_loop
+async def test_sglang_pairs_get_one_room_and_run_together():
     prefill, decode = servers = pair("sglang")
 
-    async def test(site: Site) -> None:
+    async with serving(roles_of(servers, bootstrap_port=9001), servers, router=LOADED) as site:
         await site.ready("prefill-1", "decode-1")
         rooms = set()
         for number in range(3):
@@ -309,10 +289,7 @@ def test_sglang_pairs_get_one_room_and_run_together() -> None:
             first = choice["prefill"]
             assert first["from_answer"] == []
             assert {name: first["fields"][name] for name in choice["fields"]} == choice["fields"]
-            assert (choice["fields"]["bootstrap_host"], choice["fields"]["bootstrap_port"]) == (
-                "127.0.0.1",
-                9001,
-            )
+            assert choice["fields"]["bootstrap_port"] == 9001
             rooms.add(choice["fields"]["bootstrap_room"])
             assert await site.complete(choice, [5 + number, *PROMPT], 4) == 4
             await site.ask("/feedback", id=choice["id"], stage="finished")
@@ -327,13 +304,12 @@ def test_sglang_pairs_get_one_room_and_run_together() -> None:
         await site.ready("prefill-1")
         assert (await site.route(token_ids=PROMPT))["prefill"]["worker"] == "prefill-1"
 
-    run(test, roles_of(servers, bootstrap_port=9001), servers, router=LOADED)
 
-
-def test_a_prefill_server_that_fails_is_left_out_and_the_decode_server_computes() -> None:
+@on_a_loop
+async def test_a_prefill_server_that_fails_is_left_out_and_the_decode_server_computes():
     prefill, decode = servers = pair("vllm")
 
-    async def test(site: Site) -> None:
+    async with serving(roles_of(servers), servers, router=LOADED) as site:
         await site.ready("prefill-1", "decode-1")
         prefill.health_status = 500  # it stays out once it is
         for _ in range(2):
@@ -348,60 +324,27 @@ def test_a_prefill_server_that_fails_is_left_out_and_the_decode_server_computes(
         assert await site.complete(choice, PROMPT, 3) == 3
         assert decode.pulled == []
 
-    run(test, roles_of(servers), servers, router=LOADED)
 
-
-def test_prompts_are_computed_where_the_prefix_is_among_prefill_servers(tmp_path: Path) -> None:
-    servers = [FakeServer(TOKENIZER, is_paired=True) for _ in range(3)]
-    addresses = [endpoints("tcp", tmp_path) for _ in range(2)]
-
-    async def test(site: Site) -> None:
-        async with publishing(addresses[0]), publishing(addresses[1]) as second:
-            await site.ready("prefill-1", "prefill-2", "decode-1")
-            await second.send(stored(PROMPT, 1000))
-            await site.until(lambda: site.view("prefill-2").indexed_blocks == 9)
-            for number in range(4):
-                choice = await site.route(token_ids=[*PROMPT, *range(20 + number, 200)])
-                assert choice["prefill"]["worker"] == "prefill-2"
-                await site.ask("/feedback", id=choice["id"], stage="finished")
-
-    run(
-        test,
-        lambda: {
-            Role.PREFILL: {
-                "url": [server.url for server in servers[:2]],
-                "kv_events": [address.endpoint for address in addresses],
-                "kv_events_replay": [address.replay_endpoint for address in addresses],
-            },
-            Role.DECODE: {"url": [servers[2].url]},
-        },
-        servers,
-        router=LOADED,
-    )
-
-
-def test_a_pair_of_servers_that_cannot_transfer_kv_is_refused_with_the_reason() -> None:
+@on_a_loop
+async def test_a_pair_of_servers_that_cannot_transfer_kv_is_refused_with_the_reason():
     servers = pair("llamacpp")
 
-    async def test(site: Site) -> None:
+    async with serving(roles_of(servers), servers) as site:
         await site.until(lambda: len(site.said) >= 2)
         assert {state for _, state, _ in site.said} == {"failed"}
         assert all("must be vLLM or SGLang" in why for _, _, why in site.said)
 
-    run(test, roles_of(servers), servers)
 
-
-def test_watched_servers_are_not_the_gateways_to_change() -> None:
+@on_a_loop
+async def test_watched_servers_are_not_the_gateways_to_change():
     servers = [FakeServer(TOKENIZER)]
 
-    async def test(site: Site) -> None:
+    async with serving(lambda: {Role.AGGREGATED: {"url": [servers[0].url]}}, servers) as site:
         await site.ready("server-1")
         async with aiohttp.ClientSession() as http:
-            place = f"{site._url}/workers/server-1"
+            place = f"{site.url}/workers/server-1"
             for method in ("DELETE", "PUT"):
                 async with http.request(method, place, json={"url": "http://a", "model": MODEL}) as answer:
                     assert answer.status == 409
                     assert "named with --url" in await answer.text()
         assert site.view("server-1").condition == "ready"
-
-    run(test, lambda: {Role.AGGREGATED: {"url": [servers[0].url]}}, servers)

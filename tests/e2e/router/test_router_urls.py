@@ -9,14 +9,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from penstock.cli import main
-from penstock.core.errors import Overloaded, RequestError, Unavailable
+from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import InstanceState, Role
 from penstock.demo import MODEL_DIR
 from penstock.deploy.processes.watched_servers import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.router.service.gateway import Choice, Query, Stage
 from penstock.router.service.routing_service import RoutingService
-from penstock.router.service.servers import Servers
 from tests.support.fake_server import FakeServer
 from tests.support.scenes import scenes
 
@@ -152,40 +151,6 @@ def test_requests_of_other_clients_count_as_load():
         assert view.state is InstanceState.READY
 
     run(test, before=before)
-
-
-@site()
-async def test_a_router_that_takes_no_more_servers_says_so_and_takes_them_later(site, monkeypatch):
-    refused = [Overloaded("2 workers are known"), Overloaded("2 workers are known")]
-    put = RoutingService.put
-
-    async def full(self: RoutingService, name: str, *arguments: Any) -> Any:
-        if name == "server-1" and refused:
-            raise refused.pop()
-        return await put(self, name, *arguments)
-
-    monkeypatch.setattr(RoutingService, "put", full)
-    await site.until(lambda: site.condition("server-1") == site.condition("server-2") == "ready")
-    assert ("server-1", "failed", "2 workers are known") in site.said
-    assert not refused
-
-
-@site()
-async def test_a_problem_that_cannot_be_noted_does_not_end_the_watching(site, monkeypatch):
-    note, failures = Servers.note_problem, [Overloaded("not now"), Overloaded("not now")]
-
-    async def flaky(self: Servers, name: str, problem: str | None) -> None:
-        if failures:
-            raise failures.pop()
-        await note(self, name, problem)
-
-    await site.until(lambda: site.condition("server-1") == site.condition("server-2") == "ready")
-    monkeypatch.setattr(Servers, "note_problem", flaky)
-    await site.servers[0].stop()
-    await site.until(lambda: not failures and site.condition("server-1") == "unhealthy")
-    assert site.condition("server-2") == "ready"
-    await site.servers[0].start()
-    await site.until(lambda: site.condition("server-1") == "ready")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from penstock.core.ids import RequestId
@@ -18,10 +16,7 @@ from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.workers.price_correction import PriceCorrection
 from penstock.sim.deployment import SALT, plan_deployment
 from penstock.sim.loop.loop import run
-from penstock.sim.report.report import latencies_s
-from penstock.sim.simulate import Recording, simulate
 from penstock.sim.workload.prompt import Prompt
-from penstock.sim.workload.workload import WorkloadConfig, make_sessions
 from penstock.sim.world.cluster import SimCluster
 from tests.support.scenes import scenes
 
@@ -133,25 +128,3 @@ async def test_a_worker_that_got_nothing_for_being_slow_is_tried_again(cluster, 
     await asyncio.sleep(30.0)
     assert worker.engine.load().generated_tokens > tokens + 1000
     assert factors(dispatcher)["worker-0"] == pytest.approx(1.0, abs=0.1)
-
-
-def test_requests_wait_less_than_where_nobody_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = replace(DEPLOYMENT, slowness=(3.0,))
-    config = WorkloadConfig(
-        requests=1500,
-        rate_per_s=26.0,
-        input_tokens=3000,
-        output_tokens=400,
-        length_sigma=0.7,
-        turns=2,
-        think_s=10.0,
-    )
-
-    def mean_ttft_s() -> float:
-        recording: Recording = simulate(slow, make_sessions(config, random.Random(1)), seed=1)
-        assert not recording.failed
-        return float(np.mean(latencies_s(recording)[0]))
-
-    measured_s = mean_ttft_s()
-    monkeypatch.setattr(PriceCorrection, "report", lambda *_: False)
-    assert measured_s < mean_ttft_s()
