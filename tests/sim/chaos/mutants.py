@@ -4,7 +4,7 @@ Each is a context manager that breaks one method of the real code while it is op
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -27,27 +27,29 @@ from penstock.runtime.events.publisher import EventPublisher
 from penstock.runtime.events.subscriber import EventSubscriber
 from penstock.worker.frontends import Frontends
 from penstock.worker.worker import Worker
+from tests.support.chaos import Mutants
 
-MUTANTS: dict[str, Callable[[], Any]] = {}
-
-
-def mutant(plant: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
-    MUTANTS[plant.__name__] = contextmanager(plant)
-    return plant
+MUTANTS = Mutants()
+mutant = MUTANTS.plant
 
 
 def replaced(owner: type, name: str, method: Callable[..., Any]) -> Any:
     return mock.patch.object(owner, name, method)
 
 
+def every(number: int) -> Callable[[], bool]:
+    """Say yes to every call of this number."""
+    calls = count(1)
+    return lambda: next(calls) % number == 0
+
+
 @mutant
 def dropped_token() -> Iterator[None]:
     """Every 40th step of a worker loses its first delta on the way out."""
-    original, calls = Worker._on_step, [0]
+    original, is_lost = Worker._on_step, every(40)
 
     def on_step(self, step):
-        calls[0] += 1
-        if calls[0] % 40 == 0:
+        if is_lost():
             step = msgspec.structs.replace(step, deltas=step.deltas[1:])
         original(self, step)
 
@@ -58,12 +60,11 @@ def dropped_token() -> Iterator[None]:
 @mutant
 def double_delivery() -> Iterator[None]:
     """Every 50th frame is given to its readers twice."""
-    original, calls = MemberSink.push, [0]
+    original, is_double = MemberSink.push, every(50)
 
     def push(self, worker_id, deltas):
-        calls[0] += 1
         original(self, worker_id, deltas)
-        if calls[0] % 50 == 0:
+        if is_double():
             original(self, worker_id, deltas)
 
     with replaced(MemberSink, "push", push):
@@ -261,11 +262,10 @@ def lost_worker_not_noticed() -> Iterator[None]:
 @mutant
 def held_request_forgotten() -> Iterator[None]:
     """Every fifth turn of those that wait, nobody is told."""
-    original, calls = RequestQueue._tell, [0]
+    original, is_forgotten = RequestQueue._tell, every(5)
 
     def tell(self, ticket):
-        calls[0] += 1
-        if calls[0] % 5:
+        if not is_forgotten():
             original(self, ticket)
 
     with replaced(RequestQueue, "_tell", tell):
@@ -288,11 +288,10 @@ def turn_not_given_back() -> Iterator[None]:
 @mutant
 def lost_request_not_aborted() -> Iterator[None]:
     """Every third request whose worker was lost gets no time to go on."""
-    original, calls = Pace.depart, [0]
+    original, is_lost = Pace.depart, every(3)
 
     def depart(self, now_s):
-        calls[0] += 1
-        return original(self, now_s) if calls[0] % 3 else float("inf")
+        return float("inf") if is_lost() else original(self, now_s)
 
     with replaced(Pace, "depart", depart):
         yield
@@ -301,11 +300,10 @@ def lost_request_not_aborted() -> Iterator[None]:
 @mutant
 def lost_request_expected_for_ever() -> Iterator[None]:
     """Every tenth that was about to move stays expected, and has others go too soon."""
-    original, calls = Pace.expect, [0]
+    original, is_expected = Pace.expect, every(10)
 
     def expect(self, change):
-        calls[0] += 1
-        if change > 0 or calls[0] % 10:
+        if not is_expected() or change > 0:
             original(self, change)
 
     with replaced(Pace, "expect", expect):
@@ -352,5 +350,7 @@ CROWDED = frozenset({"leaked_reservation"})
 """Those that show best where many requests come within the time of a report."""
 HOLDING = frozenset({"held_request_forgotten", "turn_not_given_back"})
 """Those that show only where routers hold requests."""
-FAILING = frozenset({"suspect_never_cleared", "lost_request_not_aborted", "lost_request_expected_for_ever"})
+STEPS_FAIL = frozenset(
+    {"suspect_never_cleared", "lost_request_not_aborted", "lost_request_expected_for_ever"}
+)
 """Those that show only where many steps fail."""

@@ -14,13 +14,18 @@ import structlog
 
 from penstock.sim.chaos.chaos import Chaos, Fault, FaultKind
 from penstock.sim.chaos.trial import Trial, run_trial, small_spec
-from penstock.sim.loop.loop import Deadlock, run
+from penstock.sim.loop.loop import run
 from penstock.sim.world.cluster import SimCluster
+from tests.support.chaos import seeds
 
 HERE = Path(__file__).parent
 FAILED_SEEDS = json.loads((HERE / "failed_seeds.json").read_text())
 """Every seed that ever failed stays there, by what it was a trial of."""
-SEEDS = range(36)
+
+
+EXACT = pytest.mark.parametrize(
+    "exact", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["step by step", "jumping"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,27 +34,18 @@ def _quiet():
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
-@pytest.mark.parametrize("seed", [*SEEDS, *FAILED_SEEDS["usual"]])
+@pytest.mark.parametrize("seed", [*seeds(10, 36), *FAILED_SEEDS["usual"]])
 def test_streams_survive_and_nothing_is_left(seed):
-    result = run_trial(seed)
-    assert result.outcomes.total() == Trial().clients
+    assert run_trial(seed).outcomes.total() == Trial().clients
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_streams_survive_where_engines_jump(seed):
-    result = run_trial(seed, Trial(exact=False))
-    assert result.outcomes.total() == Trial().clients
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_streams_survive_where_workers_send_no_events(seed):
-    result = run_trial(seed, Trial(kv_events=False))
-    assert result.outcomes.total() == Trial().clients
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_streams_survive_where_routers_hold_requests(seed):
-    trial = Trial(clients=120, duration_s=2.0, hold_s=0.005)
+@pytest.mark.parametrize("seed", seeds(4, 12))
+@pytest.mark.parametrize(
+    "trial",
+    [Trial(exact=False), Trial(kv_events=False), Trial(clients=120, duration_s=2.0, hold_s=0.005)],
+    ids=["engines jump", "workers send no events", "routers hold requests"],
+)
+def test_streams_survive_in_other_deployments(seed, trial):
     assert run_trial(seed, trial).outcomes.total() == trial.clients
 
 
@@ -58,51 +54,51 @@ def test_streams_survive_steps_that_fail():
     trial = Trial(faults=4, failed_steps=20)
     outcomes: Counter[str] = Counter()
     migrations = 0
-    for seed in range(6):
+    for seed in range(3):
         result = run_trial(seed, trial)
         assert result.outcomes.total() == trial.clients
         outcomes += result.outcomes
         migrations += result.migrations
-    assert migrations > 60
+    assert migrations > 30
     assert not outcomes["engine_error"]
     assert outcomes["unavailable"] + outcomes["overloaded"] < outcomes.total() / 20
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["step by step", "jumping"])
+@EXACT
 def test_streams_survive_where_hosts_hold_what_devices_gave_up(exact):
     trial = Trial(clients=60, host_blocks=64, exact=exact)
     onboarded = 0
-    for seed in (*range(8), *FAILED_SEEDS["hosted"]):
+    for seed in (*range(4), *FAILED_SEEDS["hosted"]):
         result = run_trial(seed, trial)
         assert result.outcomes.total() == trial.clients
         onboarded += result.onboarded_tokens
-    assert onboarded > 100
+    assert onboarded > 50
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["step by step", "jumping"])
+@EXACT
 def test_streams_survive_where_prompts_are_transferred(exact):
     """Prefill and decode workers die, stop and are cut off alike."""
     transfers = moved_bytes = 0
-    for seed in range(10):
+    for seed in range(4):
         result = run_trial(seed, Trial(prefill_workers=2, exact=exact))
         assert result.outcomes.total() == Trial().clients
         transfers += result.kv_transfers
         moved_bytes += result.moved_bytes
-    assert transfers > 100
-    assert moved_bytes > 10e6
+    assert transfers > 40
+    assert moved_bytes > 4e6
 
 
 def test_faults_of_every_kind_happen_and_few_requests_fail():
     outcomes: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     migrations = 0
-    for seed in range(1000, 1012):
+    for seed in range(1000, 1006):
         result = run_trial(seed, Trial(faults=16))
         outcomes += result.outcomes
         migrations += result.migrations
         kinds.update(fault.kind for fault in result.faults)
     assert set(kinds) == set(FaultKind)
-    assert migrations >= 30
+    assert migrations >= 15
     assert outcomes["length"] > outcomes.total() / 3
     assert outcomes["unavailable"] + outcomes["engine_error"] + outcomes["overloaded"] < outcomes.total() / 20
 
@@ -162,15 +158,3 @@ def test_without_faults_every_request_ends_as_asked():
     assert not result.faults
     assert result.migrations == 0
     assert set(result.outcomes) <= {"length", "left", "deadline_exceeded"}
-
-
-def test_a_trial_that_fails_names_what_does_not_hold():
-    from unittest import mock
-
-    from penstock.router.dispatch.open_request import OpenRequest
-
-    with (
-        mock.patch.object(OpenRequest, "_take", lambda _, progress: progress.take()),
-        pytest.raises((AssertionError, Deadlock)),
-    ):
-        run_trial(0)

@@ -7,16 +7,14 @@ take their time and copy at its end, whatever the memory holds by then.
 import asyncio
 import random
 from collections import Counter
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
 
-from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from penstock.core.hashing import block_hashes
-from penstock.core.types.requests import FinishReason
 from penstock.core.wire import unpack_tokens
 from penstock.engine import batched
 from penstock.engine.batched import BatchedEngine
@@ -25,14 +23,20 @@ from penstock.kv.host import copies
 from penstock.kv.host.host_tier import HostTier
 from penstock.kv.host.loan import HostLoan
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.sim.loop.loop import Deadlock, run
 from penstock.worker.config import KvTransferConfig, WorkerConfig
 from penstock.worker.kv_transfer import peer_source
 from penstock.worker.kv_transfer.exports import KvExports
 from penstock.worker.kv_transfer.peer_source import PeerSource
 from penstock.worker.kv_transfer.reader import LentMismatch, Reader
 from penstock.worker.kv_transfer.regions import KvRegions
-from tests.support.chaos import run_trial
+from tests.support.chaos import (
+    Mutants,
+    cut_between_workers,
+    read_and_compare,
+    references,
+    run_trial,
+    run_trials,
+)
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import (
     BLOCK_SIZE,
@@ -42,7 +46,6 @@ from tests.support.kv_transfer import (
     check_nothing_is_held,
     tiny_engine,
     tiny_request,
-    whole_answer,
 )
 
 pytestmark = pytest.mark.slow
@@ -59,25 +62,9 @@ BLOCK_BYTES = 64
 LINK_BYTES_PER_S = 1e9
 
 
-def references():
-    """What one worker alone answers."""
-
-    async def main(_rng):
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            await cluster.start("alone", tiny_engine())
-            return {
-                prompt: (
-                    await whole_answer(dispatcher, tiny_request(str(prompt), prompt[0], TOKENS, prompt[1]))
-                )[0]
-                for prompt in PROMPTS
-            }
-
-    return run(main, 0)
-
-
 @pytest.fixture(scope="module")
 def answers():
-    return references()
+    return references(PROMPTS, TOKENS)
 
 
 class LendingTrial:
@@ -159,19 +146,8 @@ class LendingTrial:
         asked = tiny_request(f"r{number}", prompt[0], TOKENS, seed=prompt[1])
         request = msgspec.structs.replace(asked, deadline_s=0.3 if rng.random() < 0.1 else None)
         leaves_s = rng.uniform(0.0, 0.3) if rng.random() < 0.2 else None
-        found, outcome = [], None
-        try:
-            async with asyncio.timeout(leaves_s), dispatcher.open(request) as stream:
-                async for delta in stream:
-                    found += unpack_tokens(delta.token_ids).tolist()
-                    outcome = delta.finish_reason
-        except TimeoutError:
-            outcome = "left"
-        except (Unavailable, DeadlineExceeded, Overloaded) as error:
-            outcome = error.code
-        assert found == self.answers[prompt][: len(found)], f"r{number}: not the answer of one worker"
-        assert not isinstance(outcome, FinishReason) or len(found) == TOKENS
-        self.outcomes[str(outcome)] += 1
+        outcome = await read_and_compare(dispatcher, request, self.answers[prompt], leaves_s=leaves_s)
+        self.outcomes[outcome] += 1
 
     async def kill_a_lender(self, at_s):
         """Kill a worker while another one reads what its host's memory keeps, and start it again without its memory."""
@@ -189,14 +165,9 @@ class LendingTrial:
         await self.start(name)
 
     async def cut_between_workers(self, at_s):
-        """Break the link over which one worker reads another one's KV; both live."""
         rng = random.Random(self.rng.getrandbits(32))
         await asyncio.sleep(at_s)
-        transfers = [self.cluster.worker(name).kv_transfer for name in self.cluster.names]
-        links = [peer.link for one in transfers if one is not None for peer in one._agent.peers.values()]
-        if links:
-            rng.choice(links).close("it was cut")
-            self.outcomes["cut"] += 1
+        self.outcomes["cut"] += cut_between_workers(self.cluster, rng)
 
     def exports(self, name):
         return self.cluster.worker(name).kv_transfer.exports
@@ -251,27 +222,18 @@ def run_lending_trial(seed, answers):
 SEEDS = range(24)
 
 
-def test_lenders_may_die_and_answers_are_exact(answers):
-    outcomes = Counter()
-    for seed in SEEDS:
-        try:
-            outcomes += run_lending_trial(seed, answers)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-    assert outcomes["length"] > CLIENTS * len(SEEDS) / 2
-    assert outcomes["unavailable"] + outcomes["overloaded"] < CLIENTS * len(SEEDS) / 20
-    assert outcomes["lender killed"] > len(SEEDS) / 2
+@pytest.mark.parametrize("seeds", [SEEDS[:8], pytest.param(SEEDS, marks=pytest.mark.nightly)], ids=len)
+def test_lenders_may_die_and_answers_are_exact(answers, seeds):
+    outcomes = run_trials(lambda seed: run_lending_trial(seed, answers), seeds)
+    assert outcomes["length"] > CLIENTS * len(seeds) / 2
+    assert outcomes["unavailable"] + outcomes["overloaded"] < CLIENTS * len(seeds) / 20
+    assert outcomes["lender killed"] > len(seeds) / 2
     for kind in ("left", "deadline_exceeded", "lent", "from peers", "broken off", "cut"):
-        assert outcomes[kind] > 5, f"{kind}: {outcomes}"
+        assert outcomes[kind] > len(seeds) / 5, f"{kind}: {outcomes}"
 
 
-MUTANTS = {}
-
-
-def mutant(plant):
-    MUTANTS[plant.__name__] = contextmanager(plant)
-    return plant
+MUTANTS = Mutants()
+mutant = MUTANTS.plant
 
 
 @mutant
@@ -328,12 +290,12 @@ def lent_blocks_in_another_order():
         yield
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+QUICK = {"loan_that_never_ends", "lent_blocks_in_another_order"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in MUTANTS]
+)
 def test_a_planted_bug_is_caught(name, answers):
-    for seed in SEEDS:
-        try:
-            with MUTANTS[name]():
-                run_lending_trial(seed, answers)
-        except (AssertionError, PenstockError, Deadlock, TimeoutError):
-            return
-    pytest.fail(f"{name} went through")
+    caught = MUTANTS.caught_by(name, lambda seed: run_lending_trial(seed, answers), SEEDS)
+    assert caught is not None, f"{name} went through"

@@ -13,6 +13,7 @@ from penstock.sim.chaos.trial import Trial, small_spec
 from penstock.sim.engine.timing import reference
 from penstock.sim.loop.loop import run
 from penstock.sim.world.cluster import SimCluster
+from tests.support.chaos import seeds
 
 WORKERS, STREAMS, TOKENS = 6, 24, 100
 EVERY_S = 0.4
@@ -43,7 +44,7 @@ async def read(cluster: SimCluster, number: int, again: str = "") -> int:
     return stream.migrations
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(1, 4))
 def test_streams_outlive_many_workers_and_no_prompt_is_blamed(seed: int) -> None:
     async def main(rng: random.Random) -> None:
         deaths = 0

@@ -119,6 +119,7 @@ def test_a_summary_that_is_never_forgotten_is_caught(monkeypatch: pytest.MonkeyP
         check(*simulate(Federation(bytes_per_s=64_000)))
 
 
+@pytest.mark.nightly
 def test_a_lost_region_that_is_still_priced_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Breaker, "check_failed", lambda _self, _reason, at_once=False: None)
     world, outcome = simulate(Federation(bytes_per_s=64_000))
@@ -145,6 +146,7 @@ class Collecting(Watched):
         return sum(server.crossings.requests for server in servers if server.name.endswith("region-1"))
 
 
+@pytest.mark.nightly
 def test_a_region_that_lies_about_its_prefixes_is_soon_believed_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
