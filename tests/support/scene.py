@@ -1,7 +1,8 @@
 """A dispatcher with workers on manual engines, on virtual time, for router tests."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -54,17 +55,11 @@ async def settle() -> None:
 
 
 def make_request(
-    request_id: str = "r", prompt: tuple[int, ...] = PROMPT, *, session: str | None = None
+    request_id: str = "r", prompt: Sequence[int] = PROMPT, *, max_tokens: int = 9, **fields: Any
 ) -> Request:
-    """Make a request for nine tokens after a prompt."""
-    return Request(
-        request_id=RequestId(request_id),
-        model="tiny",
-        token_ids=pack_tokens(prompt),
-        sampling=SamplingParams(max_tokens=9),
-        salt=b"tiny-1",
-        session=session,
-    )
+    """Make a request for some tokens after a prompt; `fields` are its own."""
+    usual = {"model": "tiny", "salt": b"tiny-1", "sampling": SamplingParams(max_tokens=max_tokens)}
+    return Request(request_id=RequestId(request_id), token_ids=pack_tokens(prompt), **usual | fields)
 
 
 def stored(hashes: np.ndarray) -> BlockStored:

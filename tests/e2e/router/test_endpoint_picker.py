@@ -189,21 +189,6 @@ async def test_a_request_counts_until_its_stream_ends_or_its_client_goes(tmp_pat
 
 
 @on_a_loop
-async def test_requests_without_a_body_other_apis_and_wrong_bodies_reach_a_server(tmp_path):
-    async with scene(tmp_path) as at:
-        async with at.http.get(f"{at.url}/v1/models") as answer:
-            assert (await answer.json())["path"] == "/v1/models"
-        async with at.http.post(f"{at.url}/v1/embeddings", json={"model": "m", "input": "x"}) as answer:
-            assert (await answer.json())["path"] == "/v1/embeddings"
-        for prompt in ("text", [1, 2, 3], ["one", "two"], [[1, 2], [3]], []):
-            async with at.http.post(
-                f"{at.url}/v1/completions", json={"model": "m", "prompt": prompt}
-            ) as answer:
-                assert answer.status == 200
-        await at.open_requests(0)
-
-
-@on_a_loop
 async def test_refusals_are_answers_of_the_api(tmp_path):
     async with scene(tmp_path) as at:
         status, text, _ = await at.chat("Hello.", model="other")

@@ -110,18 +110,3 @@ async def test_another_selector_or_port_names_other_servers_and_no_pool_none():
         )
         await at.client.delete(POOLS, "llama")
         await at.becomes({})
-
-
-@on_a_loop
-async def test_while_the_api_server_is_away_the_pods_stay():
-    async with scene() as at:
-        await at.put(pod("one", "10.0.0.1"))
-        await at.client.create(POOLS, POOL)
-        one = {"one": ("http://10.0.0.1:8000", "ready")}
-        await at.becomes(one)
-        await at.server.stop()
-        await asyncio.sleep(0.3)
-        assert at.shown() == one
-        await at.server.start()
-        await at.put(pod("two", "10.0.0.2"))
-        await at.becomes({**one, "two": ("http://10.0.0.2:8000", "ready")})

@@ -302,16 +302,6 @@ async def test_the_room_for_unfinished_bodies_is_bounded_and_small_requests_stil
     await asyncio.gather(*answering, return_exceptions=True)
 
 
-@api()
-async def test_what_is_not_http_is_refused_in_the_apis_shape(api):
-    reader, writer = await api.connect()
-    writer.write(b"what is this\r\n\r\n")
-    answer = Answer(await reader.read())
-    writer.close()
-    assert answer.status == 400
-    assert "not a valid HTTP request" in answer.error["message"]
-
-
 @api(Access(tenants=Tenants({"gateway": TenantConfig(keys=(hash_of("the-key"),))})))
 async def test_an_api_key_is_asked_for_but_by_probes(api):
     for given in ({}, {"Authorization": "Bearer another"}):

@@ -11,7 +11,6 @@ from penstock.router.disagg.itl_budget import Budget
 from penstock.router.disagg.link_setup import LinkSetup
 from penstock.router.links.kv_transfer_pairs import Kinds
 from penstock.router.policy.policies import make_policy
-from penstock.router.policy.predicted_seconds import PredictedSeconds
 from penstock.router.policy.selector import WorkerSelector
 from penstock.testing.routing_policy import make_context, make_prices
 
@@ -151,13 +150,6 @@ def test_half_the_time_to_the_first_token_is_what_it_takes():
         assert decided(None, crowded(queued), left_s=FULL).comparison.is_remote is is_remote
 
 
-def test_one_that_waits_does_not_keep_another_one_from_computing_it():
-    asked = crowded(queued_prefill_tokens=[150, 60, 0], running_requests=[0, 1, 60])
-    found = decided(None, asked, left_s=FULL, local_tokens_max=50)
-    assert found.whole.prices()[1] < found.whole.prices()[2], "for all together the first is better"
-    assert (found.comparison.is_remote, found.choice.slot) == (False, 2)
-
-
 def test_it_goes_to_who_may_be_late():
     asked = crowded(running_requests=[0, 60, 61])
     found = decided(None, asked, left_s=[0.0, 1.9, 2.2])
@@ -176,39 +168,9 @@ def test_a_full_account_is_enough_for_any_prompt():
     assert decide(SELECTOR, asked, 0, replace(parts, override=spent)).comparison.is_remote
 
 
-def test_what_lies_in_a_tier_too_slow_to_read_is_computed_as_well():
-    tiers = [[0, 1, 1], [0, 4, 4], [0, 0, 0], [0, 0, 0]]
-    for onboard_s, steps in ((0.0, 1), (1.0, 3)):
-        prices = make_prices(
-            prefill_token_s=[0.01] * 3,
-            batch_tokens=[100.0, 32.0, 32.0],
-            onboard_token_s=[[0.0] * 3, [onboard_s] * 3, [0.0] * 3, [0.0] * 3],
-        )
-        asked = crowded(prices=prices, overlap_blocks=[0, 5, 5], tier_blocks=tiers)
-        assert late(decided(None, asked, left_s=FULL, remote_tokens_min=1))[0] == steps
-
-
 def test_who_has_no_streams_makes_nobody_late():
     asked = crowded(running_requests=[0, 0, 60])
     assert decided(None, asked, local_tokens_max=50).comparison.is_remote
     found = decided(None, asked, left_s=[-5.0, 0.0, -5.0], local_tokens_max=50)
     assert (found.comparison.is_remote, found.choice.slot) == (False, 1)
     assert late(found) == (0, 0.0)
-
-
-def test_a_policy_whose_waits_are_not_told_goes_by_its_sums():
-    """Its one term says what all of it costs, and not when the first token comes."""
-
-    class Summed:
-        name = "summed"
-        term_names = ("all",)
-
-        def terms(self, context):
-            return PredictedSeconds().terms(context).sum(axis=0)[None]
-
-        def costs(self, context):
-            return self.terms(context)[0]
-
-    found = decide(WorkerSelector(Summed()), crowded(), 0, inputs(None, left_s=FULL))
-    assert found.comparison.is_remote
-    assert found.comparison.remote is not None

@@ -6,9 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from penstock.core.errors import Unavailable
-from penstock.core.ids import RequestId
-from penstock.core.types.requests import FinishReason, Request, SamplingParams
-from penstock.core.wire import pack_tokens
+from penstock.core.types.requests import FinishReason, Request
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.explain.explanation import LeftOut, RouteReason
@@ -16,9 +14,8 @@ from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.manual_engine import ManualEngine
+from tests.support.scene import make_request
 from tests.support.scenes import scenes
-
-PROMPT = tuple(range(100, 121))
 
 Scene = Callable[[MemoryCluster, Dispatcher, dict[str, ManualEngine]], Awaitable[None]]
 
@@ -41,16 +38,9 @@ def run_scenario(scene: Scene, workers: dict[str, tuple[str, ...]], **config: ob
 scenario = scenes(run_scenario, 3)
 
 
-def make_request(request_id: str, adapter: str | None = None) -> Request:
+def asked(request_id: str, adapter: str | None = None) -> Request:
     card = small_card() if adapter is None else small_card().adapted(adapter)
-    return Request(
-        request_id=RequestId(request_id),
-        model="tiny",
-        token_ids=pack_tokens(PROMPT),
-        sampling=SamplingParams(max_tokens=9),
-        salt=card.salt,
-        adapter=adapter,
-    )
+    return make_request(request_id, salt=card.salt, adapter=adapter)
 
 
 async def answered(dispatcher: Dispatcher, engines: dict[str, ManualEngine], request: Request) -> str:
@@ -67,8 +57,8 @@ async def answered(dispatcher: Dispatcher, engines: dict[str, ManualEngine], req
 @scenario({"w1": ("a",), "w2": ("b",), "w3": ("b",)})
 async def test_requests_go_to_a_holder_of_their_adapter_only(cluster, dispatcher, engines):
     for number in range(6):
-        assert await answered(dispatcher, engines, make_request(f"a{number}", "a")) == "w1"
-        assert await answered(dispatcher, engines, make_request(f"b{number}", "b")) in {"w2", "w3"}
+        assert await answered(dispatcher, engines, asked(f"a{number}", "a")) == "w1"
+        assert await answered(dispatcher, engines, asked(f"b{number}", "b")) in {"w2", "w3"}
     decision = dispatcher.explain("a0")[0]
     assert (decision.adapter, decision.reason, decision.num_candidates) == (
         "a",
@@ -84,7 +74,7 @@ async def test_requests_go_to_a_holder_of_their_adapter_only(cluster, dispatcher
 async def test_prefixes_of_adapters_and_of_the_model_never_mix(cluster, dispatcher, engines):
     cached = {}
     for adapter in (None, "a", "b", None, "a", "b"):
-        request = make_request(f"{adapter}{len(cached)}", adapter)
+        request = asked(f"{adapter}{len(cached)}", adapter)
         await answered(dispatcher, engines, request)
         cached[request.request_id] = dispatcher.explain(request.request_id)[0].chosen.overlap_blocks
     assert list(cached.values()) == [0, 0, 0, 5, 5, 5]
@@ -109,20 +99,20 @@ async def test_a_request_waits_for_its_adapter_and_no_other_worker_will_do(clust
 
     async with asyncio.TaskGroup() as group:
         group.create_task(start())
-        async with dispatcher.open(make_request("r", "b")):
+        async with dispatcher.open(asked("r", "b")):
             assert dispatcher.explain("r")[0].worker == "w2"
     with pytest.raises(Unavailable, match=r"model c: no worker was ready within 5 s; models .*: b, tiny"):
-        await dispatcher.open(make_request("s", "c")).__aenter__()
+        await dispatcher.open(asked("s", "c")).__aenter__()
 
 
 @scenario({"w1": ("a",), "w2": ("b",)}, queue={"threshold_s": 1.0})
 async def test_who_waits_for_one_adapter_holds_nobody_up_who_asks_for_another(cluster, dispatcher, engines):
     engines["w1"].report(running_requests=1, waiting_requests=1, queued_prefill_tokens=1_000_000)
     await asyncio.sleep(1)
-    waiting = asyncio.ensure_future(dispatcher.open(make_request("r", "a")).__aenter__())
+    waiting = asyncio.ensure_future(dispatcher.open(asked("r", "a")).__aenter__())
     await asyncio.sleep(0.1)
     assert not waiting.done()
-    assert await answered(dispatcher, engines, make_request("s", "b")) == "w2"
+    assert await answered(dispatcher, engines, asked("s", "b")) == "w2"
     engines["w1"].report()
     await asyncio.sleep(1)
     assert dispatcher.explain("r")[0].worker == "w1"

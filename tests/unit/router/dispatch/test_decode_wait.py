@@ -49,10 +49,3 @@ async def test_what_is_queued_until_a_decode_worker_has_a_batch_slot_waits_for_t
     found = await beside_streams(dispatcher, crowd, streams=PLACES, prompt_tokens=8)
     assert min(ttft_s for ttft_s, _ in found) > 1.0, "streams of 380 tokens keep all batch slots"
     assert all(waited for _, waited in found)
-
-
-@scenario(router=QUEUED, engine=lambda _name: tiny_engine(kv_blocks=4000))
-async def test_what_is_queued_for_a_prefill_worker_does_not(cluster, dispatcher):
-    found = await waits(dispatcher, 12, prompt_tokens=200, max_tokens=2)
-    assert max(ttft_s for ttft_s, _ in found) > 1.0, "a prompt takes 0.2 s"
-    assert not any(waited for _, waited in found)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,12 +21,13 @@ from penstock.core.errors import (
 from penstock.core.hashing import DEFAULT_KEY, block_hashes
 from penstock.core.ids import RequestId
 from penstock.core.types.cards import CardFile, ModelCard
-from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams
+from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.router.config import MigrationConfig, RetryConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.dispatch.open_request import OpenRequest
 from penstock.sim.loop.loop import run_virtual
+from tests.support import scene
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.manual_engine import ManualEngine
 from tests.support.scenes import in_virtual_time, scenes
@@ -33,22 +35,8 @@ from tests.support.scenes import in_virtual_time, scenes
 PROMPT = (5, 6, 7, 8, 9, 10)
 
 
-def make_request(
-    request_id: str = "r",
-    prompt: tuple[int, ...] = PROMPT,
-    *,
-    max_tokens: int = 100,
-    deadline_s: float | None = None,
-    model: str = "tiny",
-) -> Request:
-    return Request(
-        request_id=RequestId(request_id),
-        model=model,
-        token_ids=pack_tokens(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens),
-        salt=b"tiny-1",
-        deadline_s=deadline_s,
-    )
+def make_request(request_id: str = "r", prompt: tuple[int, ...] = PROMPT, **fields: Any) -> Request:
+    return scene.make_request(request_id, prompt, **{"max_tokens": 100} | fields)
 
 
 class Setting:
@@ -156,13 +144,7 @@ async def test_hashes_are_computed_where_they_are_missing_and_checked_where_not(
         (sent,) = setting.engines[setting.holder()].submitted
         assert sent.block_hashes == pack_hashes(block_hashes(PROMPT, 4, b"tiny-1"))
         await finish(setting, stream)
-    wrong = Request(
-        request_id=RequestId("x"),
-        model="tiny",
-        token_ids=pack_tokens(PROMPT),
-        sampling=SamplingParams(max_tokens=1),
-        block_hashes=pack_hashes(block_hashes(PROMPT, 2)),
-    )
+    wrong = make_request("x", block_hashes=pack_hashes(block_hashes(PROMPT, 2)))
     with pytest.raises(RequestError, match="got 3 for 6 tokens, expected 1") as caught:
         async with setting.dispatcher.open(wrong):
             pass
@@ -297,41 +279,6 @@ async def test_who_gets_on_may_lose_as_many_workers_as_it_takes_and_is_not_blame
             assert await finish(setting, again, name) == [99]
 
 
-@scenario(num_workers=1)
-async def test_who_only_stood_beside_the_culprit_is_not_quarantined_with_it(setting):
-    """One of three kills each worker before a token; after two losses the three go on one by one."""
-
-    prompts = {"poison": (1, 2, 3), "a": (4, 5, 6), "b": (7, 8, 9)}
-    async with AsyncExitStack() as stack:
-        readings = {}
-        for name, prompt in prompts.items():
-            stream = await stack.enter_async_context(setting.dispatcher.open(make_request(name, prompt)))
-            readings[name] = asyncio.ensure_future(read_all(stream))
-        number = 1
-        while not readings["poison"].done():
-            await asyncio.sleep(0.5)
-            engine = setting.engines[f"w{number}"]
-            for name in ("a", "b"):
-                if name in engine.requests and "poison" not in engine.requests:
-                    engine.emit(name, 1, finish=FinishReason.STOP)
-            if "poison" in engine.requests:
-                setting.kill(f"w{number}")
-                number += 1
-                await setting.add(f"w{number}")
-        with pytest.raises(Unavailable, match="refused for 60 s"):
-            await readings["poison"]
-        assert number == 4, "it took three workers down"
-        await asyncio.sleep(0.5)
-        for name in ("a", "b"):
-            if not readings[name].done():
-                setting.engines["w4"].emit(name, 1, finish=FinishReason.STOP)
-                await asyncio.sleep(0.5)
-            await readings[name]
-    for name in ("a", "b"):
-        async with setting.dispatcher.open(make_request(name, prompts[name])) as again:
-            assert await finish(setting, again, name) == [99]
-
-
 @scenario(config=RouterConfig(migrations=MigrationConfig(stalled_s_max=10.0)))
 async def test_who_gets_nowhere_for_too_long_ends_where_workers_stop(setting):
     async with setting.dispatcher.open(make_request()) as stream:
@@ -392,19 +339,6 @@ async def test_lost_after_the_last_token_is_the_end(setting):
         (delta,) = [delta async for delta in stream]
     assert ids(delta) == [1, 2]
     assert delta.finish_reason is FinishReason.LENGTH
-
-
-@scenario()
-async def test_a_refused_request_is_tried_elsewhere(setting):
-    setting.engines["w1"].refusal = Overloaded("the queue is full", retry_after_s=3.0)
-    for number in range(4):
-        request_id = f"r{number}"
-        async with setting.dispatcher.open(make_request(request_id, (number,) * 9)) as stream:
-            reading = asyncio.ensure_future(anext(stream))
-            await settle()
-            assert setting.holder(request_id) == "w2"
-            setting.engines["w2"].emit(request_id, 1, finish=FinishReason.STOP)
-            assert ids(await reading) == [1]
 
 
 @scenario()

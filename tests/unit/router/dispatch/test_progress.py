@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock.core.errors import EngineError, RequestError
+from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
 from penstock.core.types.media import MediaItem, MediaPrompt
@@ -11,26 +11,18 @@ from penstock.core.types.requests import (
     FinishReason,
     PromptLogprobs,
     Request,
-    SamplingParams,
     TokenLogprob,
 )
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.router.dispatch.progress import Progress
 from tests.support.cluster import small_card
+from tests.support.scene import make_request
 
 KEY = bytes(range(16))
 
 
-def make_request(prompt: list[int], num_emitted: int = 0, hashes: bytes = b"") -> Request:
-    return Request(
-        request_id=RequestId("r"),
-        model="tiny",
-        token_ids=pack_tokens(prompt),
-        sampling=SamplingParams(max_tokens=99),
-        salt=b"s",
-        num_emitted=num_emitted,
-        block_hashes=hashes,
-    )
+def asked(prompt: list[int], **fields: object) -> Request:
+    return make_request("r", prompt, salt=b"s", **fields)
 
 
 def make_delta(*token_ids: int, **fields: object) -> Delta:
@@ -38,7 +30,7 @@ def make_delta(*token_ids: int, **fields: object) -> Delta:
 
 
 def test_each_move_sends_the_prompt_all_tokens_and_their_hashes():
-    progress = Progress(make_request([1, 2, 3, 4, 5]), small_card(), KEY)
+    progress = Progress(asked([1, 2, 3, 4, 5]), small_card(), KEY)
     output: list[int] = []
     for tokens in ([], [6], [7, 8], [9, 10, 11, 12, 13], []):
         if tokens:
@@ -54,7 +46,7 @@ def test_each_move_sends_the_prompt_all_tokens_and_their_hashes():
 
 
 def test_unread_deltas_are_merged_with_everything_in_them():
-    progress = Progress(make_request([1]), small_card(), KEY)
+    progress = Progress(asked([1]), small_card(), KEY)
     logprobs = [TokenLogprob(token_id=t, logprob=-1.0) for t in (5, 6, 7)]
     progress.add(make_delta(5, cached_tokens=0, logprobs=(logprobs[0],)))
     progress.add(make_delta(6, 7, logprobs=tuple(logprobs[1:])))
@@ -69,7 +61,7 @@ def test_unread_deltas_are_merged_with_everything_in_them():
 
 
 def test_an_error_is_not_for_the_reader_but_the_tokens_beside_it_are():
-    progress = Progress(make_request([1]), small_card(), KEY)
+    progress = Progress(asked([1]), small_card(), KEY)
     error = RequestError("no").to_info()
     progress.add(make_delta(error=error, finish_reason=FinishReason.ERROR))
     assert not progress.unread
@@ -78,15 +70,6 @@ def test_an_error_is_not_for_the_reader_but_the_tokens_beside_it_are():
     assert unpack_tokens(delta.token_ids).tolist() == [5]
     assert delta.error is None
     assert delta.finish_reason is None
-
-
-def test_a_prompt_that_is_part_of_a_buffer_grows_as_any_other():
-    progress = Progress(make_request([1, 2, 3, 4]), small_card(), KEY)
-    part = memoryview(bytes(pack_tokens([1, 2, 3, 4, 9])))[:16]
-    in_parts = Progress(msgspec.structs.replace(make_request([]), token_ids=part), small_card(), KEY)
-    for of in (progress, in_parts):
-        of.add(make_delta(5, 6))
-    assert in_parts.request() == progress.request()
 
 
 def test_images_go_along_and_stay_in_the_hashes():
@@ -99,7 +82,7 @@ def test_images_go_along_and_stay_in_the_hashes():
     prompt = [1, 9, 9, 2, 3, 4, 9]
     extra = [(1, items[0].digest), (6, items[1].digest)]
     hashes = pack_hashes(block_hashes(prompt, 4, b"s", extra, key=KEY))
-    request = msgspec.structs.replace(make_request(prompt, hashes=hashes), media=media)
+    request = msgspec.structs.replace(asked(prompt, block_hashes=hashes), media=media)
     progress = Progress(request, small_card(), KEY)
     progress.add(make_delta(5, 6, 7, 8, 9))
     moved = progress.request()
@@ -116,7 +99,7 @@ def reported(start: int, end: int) -> PromptLogprobs:
 
 def test_prompt_logprobs_are_asked_for_until_all_have_come_and_given_once():
     prompt = list(range(10, 19))
-    request = make_request(prompt)
+    request = asked(prompt)
     request = msgspec.structs.replace(
         request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=1)
     )
@@ -139,16 +122,3 @@ def test_prompt_logprobs_are_asked_for_until_all_have_come_and_given_once():
     assert unpack_tokens(delta.token_ids).tolist() == [20]
     sampling = progress.request().sampling
     assert (sampling.prompt_logprobs, sampling.prompt_logprobs_from) == (None, 0)
-
-
-def test_prompt_logprobs_before_an_error_are_kept():
-    request = make_request([1, 2, 3])
-    request = msgspec.structs.replace(
-        request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=1)
-    )
-    progress = Progress(request, small_card(), KEY)
-    lost = EngineError("gone").to_info()
-    progress.add(make_delta(prompt_logprobs=(reported(1, 3),), error=lost, finish_reason=FinishReason.ERROR))
-    delta = progress.take()
-    assert (delta.error, delta.finish_reason) == (None, None)
-    assert [part.end for part in delta.prompt_logprobs] == [3]

@@ -2,27 +2,22 @@
 
 import asyncio
 
-from penstock.core.ids import RequestId
 from penstock.core.types.requests import PromptLogprobs, Request, SamplingParams
-from penstock.core.wire import pack_tokens, unpack_tokens
+from penstock.core.wire import unpack_tokens
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from tests.support.cluster import MemoryCluster
+from tests.support.scene import make_request
 from tests.support.scenes import in_virtual_time
 
 PROMPT = [(7 * place) % 300 + 5 for place in range(60)]
 SHAPE = RunnerInfo(num_blocks=200, block_size=4, context_length=400, vocab_size=1000)
 
 
-def make_request(request_id: str, alternatives: int | None = 2) -> Request:
-    return Request(
-        request_id=RequestId(request_id),
-        model="tiny",
-        token_ids=pack_tokens(PROMPT),
-        sampling=SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, prompt_logprobs=alternatives),
-        salt=b"tiny-1",
-    )
+def asked(request_id: str, alternatives: int | None = 2) -> Request:
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, prompt_logprobs=alternatives)
+    return make_request(request_id, PROMPT, sampling=sampling)
 
 
 async def read(stream) -> tuple[list[int], list[PromptLogprobs]]:
@@ -49,11 +44,11 @@ async def test_a_worker_lost_amid_the_prompt_costs_no_token_and_repeats_none():
         for name in ("w1", "w2"):
             await cluster.start(name, mock_engine(SHAPE, MockConfig(speedup=1), scheduler))
         await asyncio.sleep(0.01)
-        whole, parts = await read(dispatcher.open(make_request("a")))
+        whole, parts = await read(dispatcher.open(asked("a")))
         check(parts)
         assert len(parts) == 8, "one for each chunk"
 
-        reading = asyncio.ensure_future(read(dispatcher.open(make_request("b"))))
+        reading = asyncio.ensure_future(read(dispatcher.open(asked("b"))))
         await asyncio.sleep(0.014)
         (busy,) = (view.name for view in dispatcher.workers() if view.open_requests)
         cluster.kill(busy)
@@ -68,9 +63,9 @@ async def test_a_cached_prefix_draws_no_request_whose_prompt_is_computed_anyway(
         for name in ("w1", "w2"):
             await cluster.start(name, mock_engine(SHAPE, MockConfig(speedup=1)))
         await asyncio.sleep(0.01)
-        await read(dispatcher.open(make_request("a", None)))
+        await read(dispatcher.open(asked("a", None)))
         await asyncio.sleep(1)
-        for request, blocks in ((make_request("b", None), 15), (make_request("c"), 0)):
+        for request, blocks in ((asked("b", None), 15), (asked("c"), 0)):
             async with dispatcher.open(request):
                 (decision,) = dispatcher.explain(request.request_id)
                 assert max(each.overlap_blocks for each in decision.candidates) == blocks

@@ -11,11 +11,8 @@ from penstock.core.types.kv.actions import KvEvict, KvList, KvPin, KvUnpin
 from penstock.core.types.requests import SessionAction, SessionControl
 from penstock.core.wire import pack_hashes
 from penstock.router.config import RouterConfig
-from tests.support.cluster import MemoryCluster
-from tests.support.kv_transfer import tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer import tiny_request, whole_answer
 from tests.support.kv_transfer_scene import run_scenario, scenario
-from tests.support.manual_engine import ManualEngine
-from tests.support.scenes import in_virtual_time
 
 OPEN = SessionControl(action=SessionAction.OPEN, ttl_s=20)
 CLOSE = SessionControl(action=SessionAction.CLOSE)
@@ -115,22 +112,6 @@ async def test_operators_act_on_one_worker_or_on_all(cluster, dispatcher):
     assert acted.blocks == 12
     await asyncio.sleep(0.2)
     await whole_answer(dispatcher, tiny_request("again"))
-
-
-@in_virtual_time
-async def test_engines_without_a_cache_of_ours_refuse_in_one_line():
-    async with MemoryCluster() as cluster:
-        await cluster.start("manual", ManualEngine())
-        async with cluster.dispatcher() as dispatcher:
-            await dispatcher.serving()
-            with pytest.raises(RequestError, match="has no KV cache that operators can manage") as caught:
-                await dispatcher.act_on_kv(KvList(), None)
-            assert caught.value.http_status == 409
-            await cluster.start("mock", tiny_engine())
-            await asyncio.sleep(0.1)
-            acted = {each.worker: each.problem for each in await dispatcher.act_on_kv(KvList(), None)}
-            assert acted["mock"] is None
-            assert "\n" not in acted["manual"]
 
 
 @pytest.mark.parametrize(("stay_s", "stays"), [(0.0, False), (100.0, True)])

@@ -121,17 +121,3 @@ async def test_the_next_one_computes_the_prompt_where_the_first_is_cancelled_or_
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@scenario()
-async def test_who_waits_for_another_keeps_its_deadline(cluster, dispatcher, engines):
-    del engines
-    first, second = choices(2)
-    streams = open_all(dispatcher, [first, msgspec.structs.replace(second, deadline_s=1.0)])
-    tasks = [asyncio.create_task(answer(stream)) for stream in streams]
-    await asyncio.sleep(1.1)
-    assert tasks[1].done()
-    with pytest.raises(PenstockError, match="have passed"):
-        tasks[1].result()
-    tasks[0].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

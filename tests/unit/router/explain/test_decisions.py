@@ -13,7 +13,6 @@ from penstock.router.config import ExplainConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.explain.explanation import Explanation, RouteReason
 from penstock.router.explain.replay import Replay
-from penstock.router.workers.price_table import UNKNOWN
 from tests.support.manual_engine import ManualEngine
 from tests.support.scene import HASHES, PROMPT, make_request, run_scenario, scenario, view
 
@@ -43,35 +42,6 @@ async def test_what_takes_longer_to_fetch_than_to_compute_is_reserved_as_to_be_c
     await store(engines["w2"], 2, 5, tier)
     async with dispatcher.open(make_request()):
         assert view(dispatcher, "w2").reserved_prefill_tokens == left  # of 21, 8 of them on the device
-
-
-@scenario(0)
-async def test_each_worker_is_priced_by_its_own_prices_and_its_own_memory(cluster, dispatcher, engines):
-    """Of one model: one twice as fast, one with little memory, one that says no prices and has the median of them."""
-
-    del engines
-    plain = msgspec.structs.replace(UNKNOWN, prefill_step_s=0.0, prefill_pair_s=0.0, prefill_token_s=1e-3)
-    quick = msgspec.structs.replace(plain, prefill_token_s=5e-4, decode_step_s=plain.decode_step_s / 2)
-    large = ManualEngine().info
-    small = msgspec.structs.replace(large, total_blocks=3)
-    for name, prices, info in (
-        ("plain", plain, large),
-        ("quick", quick, large),
-        ("small", plain, small),
-        ("silent", None, large),
-    ):
-        await cluster.start(name, ManualEngine(info), prices=prices)
-    await asyncio.sleep(0.01)
-    decision = await decide(dispatcher, "a")
-    assert decision.worker == "quick"
-    terms = {candidate.worker: candidate.terms for candidate in decision.candidates}
-    step_ms = {name: 1e3 * plain.decode_step_s / (1 + (name == "quick")) for name in terms}
-    token_ms = {"plain": 1.0, "quick": 0.5, "small": 1.0, "silent": 1.0}
-    for name, of in terms.items():
-        batch_ms = step_ms[name] / large.max_batch_tokens
-        assert of["prefill"] == pytest.approx(21 * (token_ms[name] + batch_ms)), name
-        assert of["itl"] == pytest.approx(5 * step_ms[name]), name
-        assert (of["kv_wait"] > 0) == (name == "small"), f"{name}: six blocks of its prompt"
 
 
 @scenario(9, RouterConfig(explain=ExplainConfig(candidates_max=3)))

@@ -10,7 +10,7 @@ import pytest
 from penstock.core.errors import Unavailable
 from penstock.core.types.cards import CardFile
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved
-from penstock.core.types.instances import EngineInfo, InstanceState, Prices, Role
+from penstock.core.types.instances import EngineInfo, InstanceState, Role
 from penstock.core.types.requests import FinishReason, Request
 from penstock.core.wire import pack_hashes
 from penstock.router.config import RouterConfig
@@ -149,32 +149,6 @@ async def test_each_models_requests_go_to_its_own_workers_whoever_has_the_prefix
     assert [left.worker for left in decision.left_out] == ["w1"], "the other model's is no candidate"
 
 
-@in_virtual_time
-async def test_guesses_are_each_routers_own_and_load_is_not():
-    """What one frontend sent to a worker without events, another one does not know to be cached there."""
-
-    async with (
-        MemoryCluster() as cluster,
-        cluster.dispatcher() as one,
-        cluster.dispatcher() as other,
-    ):
-        for name in ("w1", "w2"):
-            await cluster.start(name, ManualEngine(), config=WorkerConfig(kv_events=False))
-        await asyncio.sleep(0.01)
-        async with one.open(make_request("a")):
-            await settle()
-            holder = one.latest_decisions(1)[-1].worker
-            assert (view(one, holder).indexed_blocks, view(other, holder).indexed_blocks) == (5, 0)
-            assert view(other, holder).load["peer_requests"] == 1
-            async with other.open(make_request("b")):
-                (decision,) = other.explain("b")
-                assert decision.worker != holder
-                assert [candidate.overlap_blocks for candidate in decision.candidates] == [0, 0]
-            assert await route(one, make_request("c")) == holder
-        for dispatcher in (one, other):
-            dispatcher.check()
-
-
 @scenario()
 async def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it(cluster, dispatcher, engines):
     engines["w2"].step(events=[stored(HASHES)])
@@ -194,14 +168,6 @@ async def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it(clus
     assert not dispatcher.expects(model)
 
 
-class Stepping(ManualEngine):
-    """Takes fifty steps a second while anything runs."""
-
-    def load(self):
-        steps = round(50 * asyncio.get_running_loop().time())
-        return msgspec.structs.replace(super().load(), steps=steps)
-
-
 @in_virtual_time
 async def test_a_new_frontend_has_looked_once_it_has_tried_all_workers_that_are_listed():
     async with MemoryCluster() as cluster:
@@ -217,33 +183,6 @@ async def test_a_new_frontend_has_looked_once_it_has_tried_all_workers_that_are_
             conditions = {v.name: (v.condition, v.problem is None) for v in dispatcher.workers()}
             assert conditions == {"w1": (Condition.READY, True), "w2": (Condition.CONNECTING, False)}
             dispatcher.check()
-
-
-@in_virtual_time
-async def test_how_slow_a_worker_is_shows_and_is_learned_anew_over_a_new_connection():
-    prices = Prices(
-        prefill_step_s=0.0,
-        prefill_token_s=1e-5,
-        prefill_pair_s=0.0,
-        decode_step_s=0.01,
-        decode_sequence_s=0.0,
-        decode_token_s=0.0,
-    )
-    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-        await cluster.start("w1", Stepping(), prices=prices)
-        await asyncio.sleep(0.01)
-        assert view(dispatcher, "w1").price_factor == 1.0
-        async with dispatcher.open(make_request()) as stream:
-            reading = asyncio.ensure_future(anext(stream))
-            await asyncio.sleep(8.0)
-            assert view(dispatcher, "w1").price_factor == pytest.approx(2.0)
-            cluster.cut("w1")
-            await asyncio.sleep(1.0)
-            assert (view(dispatcher, "w1").connections, view(dispatcher, "w1").price_factor) == (2, 1.0)
-            await asyncio.sleep(8.0)
-            assert view(dispatcher, "w1").price_factor == pytest.approx(2.0)
-            dispatcher.check()
-            reading.cancel()
 
 
 @scenario(num_workers=2)
@@ -395,18 +334,6 @@ async def test_files_come_from_any_worker_that_has_them():
         await settle()
         with pytest.raises(Unavailable, match=r"tokenizer.json could not be fetched from any of 1 connected"):
             await dispatcher.fetch_file(card, file)
-
-
-@scenario(num_workers=5)
-async def test_slots_of_workers_that_left_are_used_again(cluster, dispatcher, engines):
-    for name in ("w2", "w4"):
-        cluster.worker(name).stop()
-    await asyncio.sleep(1.0)
-    dispatcher.check()
-    for name in ("w6", "w7", "w8"):
-        await cluster.start(name, ManualEngine())
-    await settle()
-    assert [worker.name for worker in dispatcher.workers()] == ["w1", "w6", "w3", "w7", "w5", "w8"]
 
 
 @in_virtual_time

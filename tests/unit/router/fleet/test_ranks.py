@@ -5,10 +5,9 @@ import asyncio
 import pytest
 
 from penstock.core.errors import RequestError
-from penstock.core.ids import RequestId, WorkerId
+from penstock.core.ids import WorkerId
 from penstock.core.types.instances import EngineInfo, Instance, InstanceState, Prices, Role
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
-from penstock.core.wire import pack_tokens
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.mock.ranks import MockRanks
 from penstock.engine.runner import RunnerInfo
@@ -19,6 +18,7 @@ from penstock.router.fleet.ranks import Ranks
 from penstock.router.workers.member import Condition
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster, small_card
+from tests.support.scene import make_request
 from tests.support.scenes import scenes
 
 CONFIG = RouterConfig(policy="kv")
@@ -65,13 +65,8 @@ def engine_of(ranks: int = 2) -> MockRanks:
 
 
 def request(request_id: str, first: int, *, max_tokens: int = 4) -> Request:
-    return Request(
-        request_id=RequestId(request_id),
-        model="tiny",
-        token_ids=pack_tokens(range(first, first + 41)),
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-        salt=b"tiny-1",
-    )
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return make_request(request_id, range(first, first + 41), sampling=sampling)
 
 
 async def answer(dispatcher: Dispatcher, asked: Request) -> tuple[str, int]:

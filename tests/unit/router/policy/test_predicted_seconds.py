@@ -110,13 +110,6 @@ def test_ranks_compute_prompts_beside_each_other():
     )
 
 
-def test_onboarding_costs_by_tier():
-    prices = make_prices(onboard_token_s=[[0.0] * 3, [1e-6] * 3, [4e-6] * 3, [1.0] * 3])
-    tiers = [[1, 0, 0], [2, 0, 0], [3, 0, 0], [0, 5, 0]]
-    found = term("onboard", prices=prices, overlap_blocks=[6, 5, 0], tier_blocks=tiers)
-    assert found == pytest.approx([16 * (2 * 1e-6 + 3 * 4e-6), 0.0, 0.0])
-
-
 def test_whether_a_tier_is_worth_fetching_from_does_not_go_by_what_runs_there():
     # 10 us to compute a token there, 12 with the decode steps beside it, 11 to fetch it: it is computed
     prices = make_prices(
@@ -236,16 +229,3 @@ def test_what_is_past_a_target_counts_again_until_twice_the_target():
     # steps of 1 ms, with an ITL weight of 5
     assert term("slo_violation", slo_itl_s=0.0008) == pytest.approx([ITL_WEIGHT * 0.0002] * 3)
     assert term("slo_violation", slo_itl_s=0.0001) == pytest.approx([ITL_WEIGHT * 0.0001] * 3)
-
-
-def test_a_request_that_would_miss_its_target_goes_elsewhere():
-    """First tokens after 20 and 1 ms; the second worker decodes 20 others, and costs 2 ms more in all."""
-    for ttft_s, expected in ((None, 0), (0.030, 0), (0.015, 1), (0.0005, 0)):
-        context = make_context(
-            2,
-            queued_prefill_tokens=[1900, 0],
-            running_requests=[0, 20],
-            prices=make_prices(2, decode_sequence_s=[1e-4] * 2),
-            slo_ttft_s=ttft_s,
-        )
-        assert choose(POLICY.costs(context), context.eligible, 0) == expected, ttft_s

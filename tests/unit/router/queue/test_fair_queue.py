@@ -66,33 +66,6 @@ def test_the_oldest_of_one_tenant_come_first():
     assert drained(queue) == ["0", "1", "2", "3", "4"]
 
 
-def test_shares_of_priorities_are_of_tokens():
-    waiting = [
-        queued(f"{p}:{n}", priority=p, tokens=tokens) for n in range(20) for p, tokens in ((0, 10), (1, 40))
-    ]
-    order = drained(queue_of(*waiting, work_weight=0, priority_factor=4))
-    assert [name.partition(":")[0] for name in order[:20]].count("1") in range(9, 12), "four times the tokens"
-
-
-def test_a_priority_that_comes_later_is_not_owed_the_past():
-    queue = queue_of(*(queued(f"0:{n}") for n in range(40)), work_weight=0, priority_factor=4)
-    for _ in range(20):
-        queue.take(candidates(queue)[0], 0.0)
-    for n in range(20):
-        queue.put(queued(f"-1:{n}", priority=-1))
-    assert [name.partition(":")[0] for name in drained(queue)[:10]].count("-1") in range(1, 4)
-
-
-def test_tenants_within_a_prompt_of_each_other_are_all_looked_at():
-    queue = queue_of(
-        *(queued(f"{tenant}{n}", tenant=tenant) for n in range(3) for tenant in "abc"), looked_at_max=6
-    )
-    assert names(candidates(queue)) == ["a0", "a1", "b0", "b1", "c0", "c1"]
-    for _ in range(2):
-        queue.take(next(one for one in candidates(queue) if one.tenant == "a"), 0.0)
-    assert {one.tenant for one in candidates(queue)} == {"b", "c"}, "two prompts ahead"
-
-
 def test_a_second_of_work_counts_as_much_as_having_come_later():
     queue = queue_of(
         queued("large", since_s=0.0, work_s=3.0),

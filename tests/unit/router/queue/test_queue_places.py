@@ -4,9 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
-import pytest
 
-from penstock.core.errors import Overloaded
 from penstock.core.types.requests import Request
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock.engine import MockConfig, mock_engine
@@ -92,22 +90,3 @@ async def test_what_has_no_place_waits_at_the_router_and_no_place_is_empty_meanw
     assert sum(crowd.queued) / len(crowd.queued) < 1.2
     took_s = asyncio.get_running_loop().time() - begun_s
     assert took_s < 1.1 * 40 / (WORKERS * PLACES) * ANSWER_S
-
-
-@pytest.mark.slow
-@scenario(requests_max=30)
-async def test_a_refusal_says_how_long_those_that_wait_will_take(crowd, group):
-    crowd.dispatcher._shared.fleet.pools["tiny"].traffic.ended(TOKENS, asyncio.get_running_loop().time())
-    number = 0
-    while crowd.num_queued < 30:
-        group.create_task(crowd.ask(f"r{number}", tenant=f"t{number}"))
-        number += 1
-        await asyncio.sleep(0.001)
-    with pytest.raises(Overloaded) as caught:
-        await crowd.ask("one more", tenant="another")
-    expected_s = 30 / (WORKERS * PLACES) * ANSWER_S
-    assert caught.value.retry_after_s == pytest.approx(expected_s, rel=0.4)
-    assert crowd.dispatcher.retry_after_s() == pytest.approx(expected_s, rel=0.4)
-    await asyncio.sleep(2.5 * ANSWER_S)
-    left_s = (crowd.num_queued - 1) / (WORKERS * PLACES) * ANSWER_S
-    assert crowd.dispatcher.retry_after_s() == pytest.approx(left_s, rel=0.5)

@@ -9,14 +9,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.core.errors import DeadlineExceeded, Unavailable
-from penstock.core.ids import RequestId
-from penstock.core.types.requests import FinishReason, Request, SamplingParams
-from penstock.core.wire import pack_tokens
+from penstock.core.types.requests import FinishReason
 from penstock.router.config import QueueConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
+from tests.support.scene import make_request
 from tests.support.scenes import in_virtual_time, scenes
 
 
@@ -86,31 +85,11 @@ class Setting:
         (engine,) = (e for e in self.engines.values() if request_id in e.requests)
         engine.emit(request_id, 9, finish=FinishReason.STOP)
 
-    async def read(self, name: str, **options: object) -> None:
-        async with self.dispatcher.open(make_request(name, **options)) as stream:
+    async def read(self, name: str, *, tokens: int = 3, **fields: object) -> None:
+        async with self.dispatcher.open(make_request(name, range(tokens), **fields)) as stream:
             self.sent.append(name)
             async for _ in stream:
                 pass
-
-
-def make_request(
-    name: str,
-    *,
-    tokens: int = 3,
-    deadline_s: float | None = None,
-    tenant: str = "",
-    adapter: str | None = None,
-) -> Request:
-    return Request(
-        request_id=RequestId(name),
-        model="tiny",
-        token_ids=pack_tokens(range(tokens)),
-        sampling=SamplingParams(max_tokens=100),
-        salt=b"tiny-1",
-        deadline_s=deadline_s,
-        tenant=tenant,
-        adapter=adapter,
-    )
 
 
 def run_scenario(

@@ -1,21 +1,14 @@
 """The retry budget and the quarantine."""
 
-from penstock.core.ids import RequestId
-from penstock.core.types.requests import Request, SamplingParams
-from penstock.core.wire import pack_tokens
+from penstock.core.types.requests import Request
 from penstock.router.config import RetryConfig
 from penstock.router.retries.quarantine import Quarantine
 from penstock.router.retries.retry_guard import RetryBudget
+from tests.support.scene import make_request
 
 
-def request(*token_ids: int, model: str = "m", salt: bytes = b"") -> Request:
-    return Request(
-        request_id=RequestId("r"),
-        model=model,
-        token_ids=pack_tokens(token_ids),
-        sampling=SamplingParams(max_tokens=1),
-        salt=salt,
-    )
+def request(*token_ids: int) -> Request:
+    return make_request("r", token_ids)
 
 
 def test_a_burst_is_free_and_then_tries_are_earned_with_time():

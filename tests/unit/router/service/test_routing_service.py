@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.core.errors import Overloaded, PenstockError, RequestError, Unavailable
-from penstock.core.types.instances import InstanceState, Prices, Role
+from penstock.core.errors import Overloaded, RequestError, Unavailable
+from penstock.core.types.instances import InstanceState, Role
 from penstock.router.config import RouterConfig
 from penstock.router.service.gateway import Choice, KvTransfer, Query, Server, Stage
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 from penstock.router.service.servers import Watched
 from penstock.router.workers.price_table import UNKNOWN
 from penstock.sim.loop.loop import run_virtual
-from tests.support.scenes import in_virtual_time, scenes
+from tests.support.scenes import scenes
 
 A, B = Server(url="http://a", model="m"), Server(url="http://b", model="m")
 TOKENS = np.arange(100, dtype=np.int32)
@@ -148,13 +148,6 @@ async def test_servers_drain_move_and_go(service):
         await service.remove("a")
 
 
-@scenario()
-async def test_two_changes_of_one_server_at_once_leave_one_server(service):
-    moved = (Server(url=f"http://c{number}", model="m") for number in range(4))
-    await asyncio.gather(*(service.put("c", server) for server in moved))
-    assert sorted(view.name for view in service.workers()) == ["a", "b", "c"]
-
-
 @scenario(router=RouterConfig(open_requests_max=3, workers_max=2).model_dump())
 async def test_refusals(service):
     with pytest.raises(RequestError, match="model 'n': no worker has it; known: m"):
@@ -222,17 +215,6 @@ async def test_a_server_that_cannot_be_is_refused_and_the_others_go_on(service, 
     assert ask(service)[0] in {"a", "b"}
 
 
-@in_virtual_time
-async def test_outside_of_its_context_it_says_so():
-    service = RoutingService(rng=random.Random(1))
-    with pytest.raises(PenstockError, match="not open; use it within `async with`"):
-        await service.put("a", A)
-    async with service:
-        await service.put("a", A)
-    with pytest.raises(PenstockError, match="not open"):
-        await service.put("a", A)
-
-
 @scenario()
 async def test_a_cache_told_anew_counts_at_once(service):
     """It is what the wait for memory goes by, and a gateway's servers send no reports that would say it."""
@@ -256,29 +238,6 @@ async def test_prices_reach_the_policy(service):
         worker, request_id = ask(service, TOKENS[number:].copy())
         assert worker == "b", "the other takes a second for each token"
         service.feedback(request_id, Stage.FINISHED, output_tokens=1000)
-
-
-@scenario()
-async def test_the_highest_prices_of_the_longest_prompt_are_still_numbers(service):
-    fields = UNKNOWN.__struct_fields__
-    highest = {name: 3600.0 for name in fields if name != "onboard_token_s"}
-    for name, url in (("a", A.url), ("b", B.url)):
-        await service.put(name, Server(url=url, model="m", prices=Prices(**highest), total_blocks=1))
-    for _ in range(3):
-        ask(service, np.arange(1 << 19, dtype=np.int32))
-
-
-def test_silence_ends_at_its_last_instant_however_the_times_round():
-    begun_s, silence_s = 0.1, 0.7
-    assert (begun_s + silence_s) - silence_s < begun_s
-
-    async def scene(service: RoutingService) -> None:
-        await asyncio.sleep(begun_s - asyncio.get_running_loop().time())
-        ask(service)
-        await asyncio.sleep(1.0)
-        assert not len(service.open)
-
-    run_scenario(scene, silence_s=silence_s)
 
 
 @scenario()

@@ -69,16 +69,6 @@ def test_intervals_that_say_nothing(steps: int, changes: dict[str, int]) -> None
     assert reports.price_correction.factor == 1.0
 
 
-def test_the_worst_is_a_quarter_or_four_times() -> None:
-    for slowness, factor in ((100.0, 8.0), (0.01, 0.125)):
-        reports = Reports()
-        reports.slowness = slowness
-        for _ in range(10):
-            reports.decode()
-        assert reports.price_correction.factor == pytest.approx(factor)
-        assert not reports.price_correction.trusted
-
-
 def test_what_was_learned_of_an_idle_worker_is_forgotten() -> None:
     reports = Reports()
     reports.slowness = 3.0

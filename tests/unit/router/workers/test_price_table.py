@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from penstock.core.ids import WorkerId
@@ -53,29 +52,12 @@ def test_who_says_nothing_is_taken_for_the_median_of_the_others():
     table.check()
 
 
-def test_tiers_come_as_far_as_they_are_known():
-    table = PriceTable(2)
-    table.put(0, instance(1e-5, onboard_token_s=(0.0, 2e-6)))
-    table.put(1, instance(1e-5, onboard_token_s=(0.0, 2e-6, 3e-6, 4e-6, 5e-6)))  # from a newer worker
-    assert table.columns().onboard_token_s.T.tolist() == [[0, 2e-6, 0, 0], [0, 2e-6, 3e-6, 4e-6]]
-
-
 @pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), -1.0])
 def test_what_is_no_price_counts_as_nothing(nonsense):
     table = PriceTable(1)
     table.put(0, instance(nonsense))
     table.check()
     assert table.columns().prefill_token_s.tolist() == [0.0]
-
-
-def test_columns_cannot_be_written_to_and_hold_until_something_changes():
-    table = PriceTable(2)
-    table.put(0, instance(1e-5))
-    columns = table.columns()
-    assert table.columns() is columns
-    with pytest.raises(ValueError, match="read-only"):
-        columns.prefill_token_s[0] = 0
-    assert np.isfinite(columns.prefill_token_s).all()
 
 
 def test_a_correction_shows_at_once_and_holds_until_the_worker_leaves():
