@@ -19,7 +19,19 @@ from penstock.sim.workload.workload import WorkloadConfig
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
-ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/live", "/metrics", "/admin/workers", "/workers/one", "/workers/two", "/route", "/feedback"]
+ROUTES = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/health",
+    "/live",
+    "/metrics",
+    "/admin/workers",
+    "/workers/one",
+    "/workers/two",
+    "/route",
+    "/feedback",
+]
 
 
 def blocks(page: Path, language: str) -> list[str]:

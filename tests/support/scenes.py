@@ -1,12 +1,8 @@
 """Tests that are scenes: coroutines that get a running deployment, or a part of one."""
 
-import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
-
-from penstock.sim.loop.loop import run_virtual
+from collections.abc import Awaitable, Callable
 
 Scene = Callable[..., Awaitable[None]]
 
@@ -35,17 +31,3 @@ def scenes(run: Callable[..., None], parts: int) -> Callable[..., Callable[[Scen
         return decorate
 
     return with_options
-
-
-def _virtually(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(scene())
-
-
-def _really(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scene())
-
-
-in_virtual_time = scenes(_virtually, 0)()
-"""Runs a test on virtual time."""
-on_a_loop = scenes(_really, 0)()
-"""Runs a test on an event loop of its own."""

@@ -30,7 +30,6 @@ from penstock.router.service.gateway import Server
 from penstock.router.service.routing_service import RoutingService
 from tests.support.certificates import make_authority, make_certificate
 from tests.support.envoy import BUFFERED, DUPLEX, envoy
-from tests.support.scenes import on_a_loop
 
 LIMIT_S = 60.0
 TOKENS = 20
@@ -138,7 +137,6 @@ async def scene(
 @pytest.mark.parametrize(
     "modes", [DUPLEX, pytest.param(BUFFERED, marks=pytest.mark.nightly)], ids=["duplex", "buffered"]
 )
-@on_a_loop
 async def test_requests_go_where_their_prefix_is_and_answers_come_whole(tmp_path, modes):
     async with scene(tmp_path, modes) as at:
         for conversation in range(6):
@@ -155,7 +153,6 @@ async def test_requests_go_where_their_prefix_is_and_answers_come_whole(tmp_path
         at.service.check()
 
 
-@on_a_loop
 async def test_a_large_body_comes_as_it_was_sent_and_one_too_large_is_refused(tmp_path):
     async with scene(tmp_path, body_bytes_max=4 << 20) as at:
         text = "".join(random.Random(2).choices("abcdefghij é✓ ", k=1_000_000))
@@ -170,7 +167,6 @@ async def test_a_large_body_comes_as_it_was_sent_and_one_too_large_is_refused(tm
         await at.open_requests(0)
 
 
-@on_a_loop
 async def test_a_request_counts_until_its_stream_ends_or_its_client_goes(tmp_path):
     async with scene(tmp_path) as at:
         for stub in at.stubs.values():
@@ -188,7 +184,6 @@ async def test_a_request_counts_until_its_stream_ends_or_its_client_goes(tmp_pat
         at.service.check()
 
 
-@on_a_loop
 async def test_refusals_are_answers_of_the_api(tmp_path):
     async with scene(tmp_path) as at:
         status, text, _ = await at.chat("Hello.", model="other")
@@ -203,7 +198,6 @@ async def test_refusals_are_answers_of_the_api(tmp_path):
             assert answer.content_type == "application/json"
 
 
-@on_a_loop
 async def test_a_body_that_never_ends_is_given_up(tmp_path):
     async with scene(tmp_path, body_timeout_s=0.5) as at:
         host, port = at.url.removeprefix("http://").split(":")
@@ -216,7 +210,6 @@ async def test_a_body_that_never_ends_is_given_up(tmp_path):
         assert not len(at.service.open)
 
 
-@on_a_loop
 async def test_health_is_what_the_protocol_asks_for(tmp_path):
     async with scene(tmp_path) as at, grpc.aio.insecure_channel(f"127.0.0.1:{at.picker}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -234,7 +227,6 @@ async def test_health_is_what_the_protocol_asks_for(tmp_path):
             await status("other")
 
 
-@on_a_loop
 async def test_the_command_listens_with_tls_and_takes_a_renewed_certificate(tmp_path):
     """Two connections, before and after a renewal; each trusts only the authority of its certificate."""
 

@@ -12,7 +12,6 @@ from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.kubernetes.client import KubernetesClient
 from penstock.runtime.kubernetes.reflector import Pace
 from tests.support.kubernetes.api_server import ApiServer
-from tests.support.scenes import on_a_loop
 
 LIMIT_S = 60.0
 POOL = {
@@ -76,7 +75,6 @@ async def scene() -> AsyncIterator[Scene]:
         yield Scene(server, client, service)
 
 
-@on_a_loop
 async def test_ready_pods_are_servers_until_they_go():
     async with scene() as at:
         await at.put(pod("one", "10.0.0.1"))
@@ -95,7 +93,6 @@ async def test_ready_pods_are_servers_until_they_go():
         await at.becomes({"two": both["two"]})
 
 
-@on_a_loop
 async def test_another_selector_or_port_names_other_servers_and_no_pool_none():
     async with scene() as at:
         await at.put(pod("one", "10.0.0.1"))

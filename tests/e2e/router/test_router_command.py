@@ -30,7 +30,7 @@ from penstock.frontend.tenants.api_key import hash_of
 from penstock.frontend.tenants.key_file import TenantConfig
 from penstock.frontend.tenants.tenants import Tenants
 from penstock.router.service.routing_service import RoutingService
-from tests.support.scenes import on_a_loop, scenes
+from tests.support.scenes import scenes
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 60.0
@@ -380,7 +380,6 @@ async def process(ready: str, *arguments: str) -> AsyncIterator[str]:
 
 
 @pytest.mark.slow
-@on_a_loop
 async def test_the_example_gateway_between_two_plain_servers(runtime_dir):
     mock = ("-m", "penstock", "serve", "--engine", "mock", "--mock-speedup", "50", "--port", "0")
     silent = (*mock, "--set", "worker.kv_events=false")

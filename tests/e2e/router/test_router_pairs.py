@@ -22,7 +22,6 @@ from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 from tests.support.fake_server import FakeServer
 from tests.support.kv_publisher import endpoints, publishing
-from tests.support.scenes import on_a_loop
 
 TIMEOUT_S = 60.0
 MODEL = "penstock-demo"
@@ -157,7 +156,6 @@ def stored(token_ids: list[int], first: int, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
-@on_a_loop
 async def test_requests_go_where_their_prefix_is_exactly(api: str, tmp_path: Path):
     """Whoever had a server compute the prefix, and however the prompt is told: as tokens, text or messages."""
     servers = [FakeServer(TOKENIZER, api), FakeServer(TOKENIZER, api)]
@@ -205,7 +203,6 @@ async def test_requests_go_where_their_prefix_is_exactly(api: str, tmp_path: Pat
         assert (await site.overlap(token_ids=PROMPT))[1] == 0, "nothing is guessed of servers with events"
 
 
-@on_a_loop
 async def test_a_gap_is_replayed_or_else_everything_is_forgotten(tmp_path: Path):
     servers = [FakeServer(TOKENIZER)]
     address = endpoints("tcp", tmp_path)
@@ -252,7 +249,6 @@ def roles_of(servers: list[FakeServer], **prefill: Any) -> Callable[[], dict[Rol
     }
 
 
-@on_a_loop
 async def test_vllm_pairs_pass_on_what_the_prefill_answers():
     prefill, decode = servers = pair("vllm")
 
@@ -277,7 +273,6 @@ async def test_vllm_pairs_pass_on_what_the_prefill_answers():
         assert site.view("decode-1").open_requests == 0
 
 
-@on_a_loop
 async def test_sglang_pairs_get_one_room_and_run_together():
     prefill, decode = servers = pair("sglang")
 
@@ -305,7 +300,6 @@ async def test_sglang_pairs_get_one_room_and_run_together():
         assert (await site.route(token_ids=PROMPT))["prefill"]["worker"] == "prefill-1"
 
 
-@on_a_loop
 async def test_a_prefill_server_that_fails_is_left_out_and_the_decode_server_computes():
     prefill, decode = servers = pair("vllm")
 
@@ -325,7 +319,6 @@ async def test_a_prefill_server_that_fails_is_left_out_and_the_decode_server_com
         assert decode.pulled == []
 
 
-@on_a_loop
 async def test_a_pair_of_servers_that_cannot_transfer_kv_is_refused_with_the_reason():
     servers = pair("llamacpp")
 
@@ -335,7 +328,6 @@ async def test_a_pair_of_servers_that_cannot_transfer_kv_is_refused_with_the_rea
         assert all("must be vLLM or SGLang" in why for _, _, why in site.said)
 
 
-@on_a_loop
 async def test_watched_servers_are_not_the_gateways_to_change():
     servers = [FakeServer(TOKENIZER)]
 

@@ -140,7 +140,9 @@ async def test_memory_is_free_when_the_stopped_writer_is_killed(
 async def test_a_writer_that_was_lost_before_may_still_write() -> None:
     async with written("shm") as scene:
         scene.stop_in_the_middle()
-        await asyncio.sleep(3 * HEARTBEAT_TIMEOUT_S)  # its heartbeats are missed; were they not, the same holds
+        await asyncio.sleep(
+            3 * HEARTBEAT_TIMEOUT_S
+        )  # its heartbeats are missed; were they not, the same holds
         with pytest.raises(MemoryInUse):
             await scene.owner.deregister(scene.given)
         scene.go_on()

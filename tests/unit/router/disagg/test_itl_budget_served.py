@@ -13,7 +13,7 @@ from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
 from tests.support.kv_transfer_scene import beside_streams
 from tests.support.kv_transfer_scene import run_scenario as run_in_scene
-from tests.support.scenes import in_virtual_time, scenes
+from tests.support.scenes import scenes
 
 PROMPTS, PROMPT_TOKENS = 16, 60  # one chunk, and so one step
 STREAMS = {"streams": 5, "prompt_tokens": 3}
@@ -76,7 +76,7 @@ async def test_what_was_made_late_is_made_up_for(cluster, dispatcher, pause_s, a
     assert (first.count("d0"), later.count("d0")) == (2, again)
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_frontends_share_what_may_be_late():
     async with MemoryCluster() as cluster:
         for name in ("p0", "d0"):
@@ -98,7 +98,7 @@ async def test_frontends_share_what_may_be_late():
 @pytest.mark.parametrize(
     ("policy", "steps", "warns"), [("least-loaded", 1, True), ("kv", 1, False), ("least-loaded", 0, False)]
 )
-@in_virtual_time
+@pytest.mark.virtual
 async def test_what_is_set_and_has_no_effect_is_told_at_the_start(policy, steps, warns):
     async with MemoryCluster() as cluster:
         with capture_logs() as logs:

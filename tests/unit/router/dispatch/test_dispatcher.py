@@ -30,7 +30,7 @@ from penstock.sim.loop.loop import run_virtual
 from tests.support import scene
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.manual_engine import ManualEngine
-from tests.support.scenes import in_virtual_time, scenes
+from tests.support.scenes import scenes
 
 PROMPT = (5, 6, 7, 8, 9, 10)
 
@@ -441,7 +441,7 @@ async def test_a_host_with_2048_streams_is_lost_and_each_of_them_goes_on(setting
         assert [await reading for reading in readings] == [[[1, 2], [9]]] * streams
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_closing_the_dispatcher_ends_streams_clearly():
     async with MemoryCluster() as cluster:
         engine = ManualEngine()

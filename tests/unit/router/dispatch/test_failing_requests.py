@@ -12,7 +12,6 @@ from penstock.engine.mock.engine import MockConfig, MockRunner
 from penstock.engine.runner import RunnerInfo
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import TIMING, tiny_request, whole_answer
-from tests.support.scenes import in_virtual_time
 
 NUM_INNOCENTS = 6
 SHAPE = RunnerInfo(num_blocks=200, block_size=4, context_length=400, vocab_size=500)
@@ -73,7 +72,7 @@ def innocent(number):
     [(False, 60), (True, 0), pytest.param(True, 60, marks=pytest.mark.nightly)],
     ids=["steps fail later", "workers die at once", "workers die later"],
 )
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_request_that_fails_wherever_it_goes_ends_soon_and_takes_nobody_with_it(
     num_workers, is_deadly, from_tokens
 ):

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from penstock.core.types.requests import PromptLogprobs, Request, SamplingParams
 from penstock.core.wire import unpack_tokens
 from penstock.engine.mock.engine import MockConfig, mock_engine
@@ -9,7 +11,6 @@ from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from tests.support.cluster import MemoryCluster
 from tests.support.scene import make_request
-from tests.support.scenes import in_virtual_time
 
 PROMPT = [(7 * place) % 300 + 5 for place in range(60)]
 SHAPE = RunnerInfo(num_blocks=200, block_size=4, context_length=400, vocab_size=1000)
@@ -37,7 +38,7 @@ def check(parts: list[PromptLogprobs]) -> None:
     assert token_ids == PROMPT[1:]
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_worker_lost_amid_the_prompt_costs_no_token_and_repeats_none():
     scheduler = SchedulerConfig(max_batch_tokens=8)
     async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
@@ -57,7 +58,7 @@ async def test_a_worker_lost_amid_the_prompt_costs_no_token_and_repeats_none():
         check(parts)
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_cached_prefix_draws_no_request_whose_prompt_is_computed_anyway():
     async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
         for name in ("w1", "w2"):

@@ -10,7 +10,6 @@ from penstock.core.wire import unpack_tokens
 from penstock.runtime.config import PlaneConfig
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import tiny_engine, tiny_request, whole_answer
-from tests.support.scenes import in_virtual_time
 
 TOKENS = 300
 SMALL = PlaneConfig(window_tokens=8, stream_bytes_max=1024, connection_bytes_max=1 << 20)
@@ -44,7 +43,7 @@ async def read_slowly(dispatcher, request, pause_s):
         pytest.param(2, SMALL.model_copy(update={"connection_bytes_max": 2048}), marks=pytest.mark.nightly),
     ],
 )
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_slow_reader_gets_every_token_once_while_its_engine_does_without_it(workers, limits):
     async with MemoryCluster(plane=limits) as cluster, cluster.dispatcher() as dispatcher:
         for number in range(workers):
@@ -72,7 +71,7 @@ async def test_a_slow_reader_gets_every_token_once_while_its_engine_does_without
             assert cluster.engine(name).load().active_blocks == 0
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_who_never_reads_again_costs_what_is_held_and_no_engine():
     async with MemoryCluster(plane=SMALL) as cluster, cluster.dispatcher() as dispatcher:
         await cluster.start("w0", tiny_engine(400))

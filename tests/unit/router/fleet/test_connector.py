@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from structlog.testing import capture_logs
 
 from penstock.core.errors import ProtocolError
@@ -10,7 +11,6 @@ from penstock.router.workers.member import Condition
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
 from tests.support.scene import HASHES, scenario, settle, stored, view
-from tests.support.scenes import in_virtual_time
 
 
 @scenario(num_workers=1)
@@ -24,7 +24,7 @@ async def test_a_broken_connection_is_made_again_and_content_asked_for_anew(clus
     assert back.indexed_blocks == 5
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_worker_of_another_language_is_shown_with_its_problem():
     async with MemoryCluster() as cluster:
         tries = []
@@ -54,7 +54,7 @@ async def test_a_lost_worker_is_warned_of_once(cluster, dispatcher, engines):
     assert not [event for event in events[1:] if event[1] == "warning"]
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_an_unreachable_worker_is_tried_with_growing_pauses():
     config = RouterConfig(reconnect_s_max=5.0)
     async with MemoryCluster(lease_ttl_s=1000) as cluster, cluster.dispatcher(config) as dispatcher:

@@ -23,7 +23,6 @@ from tests.support.cluster import MemoryCluster, small_card
 from tests.support.kv_transfer import tiny_engine
 from tests.support.manual_engine import ManualEngine
 from tests.support.scene import HASHES, PROMPT, make_request, scenario, settle, stored, view
-from tests.support.scenes import in_virtual_time
 
 
 async def route(dispatcher: Dispatcher, request: Request) -> str:
@@ -59,7 +58,7 @@ async def test_a_prefix_attracts_requests_to_its_holder(cluster, dispatcher, eng
     assert view(dispatcher, "w3").event_sequence == 2
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_workers_with_and_without_events_in_one_fleet():
     config = RouterConfig(predicted_s=10.0)
     async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
@@ -168,7 +167,7 @@ async def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it(clus
     assert not dispatcher.expects(model)
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_new_frontend_has_looked_once_it_has_tried_all_workers_that_are_listed():
     async with MemoryCluster() as cluster:
         async with cluster.dispatcher() as alone:
@@ -258,7 +257,7 @@ async def test_workers_that_name_blocks_otherwise_wait_until_the_others_are_gone
 @pytest.mark.parametrize(
     ("odd", "others"), [(Role.AGGREGATED, 2), (Role.PREFILL, 1)], ids=["fewer", "answers nobody"]
 )
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_router_that_starts_takes_the_blocks_that_most_who_answer_have(odd, others):
     async with MemoryCluster() as cluster:
         other = msgspec.structs.replace(small_card(), salt=b"another")
@@ -276,7 +275,7 @@ async def test_a_router_that_starts_takes_the_blocks_that_most_who_answer_have(o
             dispatcher.check()
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_version_of_which_only_prefill_workers_are_left_gives_way_in_time():
     async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
         await cluster.start("p", tiny_engine(), role=Role.PREFILL)
@@ -319,7 +318,7 @@ async def test_too_many_workers_are_left_out_until_there_is_room(cluster, dispat
     assert await route(dispatcher, make_request()) == "w3"
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_files_come_from_any_worker_that_has_them():
     content = b"{}"
     file = CardFile(name="tokenizer.json", sha256=hashlib.sha256(content).hexdigest(), size_bytes=2)
@@ -336,7 +335,7 @@ async def test_files_come_from_any_worker_that_has_them():
             await dispatcher.fetch_file(card, file)
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_forwarded_requests_stay_here_and_other_deployments_count_for_no_load():
     async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
         elsewhere = ManualEngine()

@@ -17,7 +17,7 @@ from penstock.router.dispatch.dispatcher import Dispatcher
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
 from tests.support.scene import Engines, make_request, run_scenario, stored
-from tests.support.scenes import in_virtual_time, scenes
+from tests.support.scenes import scenes
 
 BLOCK = 4
 PROMPT = tuple(range(1, 1 + 3 * CHUNK_TOKENS + 5))
@@ -52,7 +52,7 @@ class Link(ManualEngine):
         return msgspec.structs.replace(super().load(), link=link)
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_region_attracts_requests_whose_prefix_it_tells_of_and_no_others():
     async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
         elsewhere, here = Link(engine(is_deployment=True).info), engine()
@@ -143,7 +143,7 @@ async def test_a_router_tells_of_hot_prefixes_that_its_workers_hold_once_somebod
     assert ask({}).added == b"", "nothing was noted while nobody asked"
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_the_way_to_a_region_costs_what_its_link_has_measured():
     far = Topology(same_host=NetworkPath(latency_s=0.5, bandwidth_bytes_per_s=1e8))
     async with (

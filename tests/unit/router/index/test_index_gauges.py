@@ -2,16 +2,16 @@
 
 import asyncio
 
+import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from penstock.router.index.gauges import IndexGauges
 from penstock.router.index.radix import RadixStats
 from penstock.router.metrics import RouterMetrics
-from tests.support.scenes import in_virtual_time
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_figures_are_written_once_a_second_while_they_move():
     registry = CollectorRegistry()
     reads = []
@@ -39,7 +39,7 @@ async def test_figures_are_written_once_a_second_while_they_move():
     assert registry.get_sample_value("penstock_router_kv_events_total") == 200
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_that_blocks_are_forgotten_for_want_of_room_is_warned_of_once_a_minute():
     evicted = 0
 

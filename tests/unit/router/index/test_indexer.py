@@ -13,7 +13,6 @@ from penstock.router.config import RouterConfig
 from penstock.router.index.indexer import Indexer
 from penstock.router.metrics import RouterMetrics
 from tests.support.scene import HASHES, scenario, stored, view
-from tests.support.scenes import in_virtual_time
 
 SIZE = 4
 CUT = PackedHashes(pack_hashes(HASHES)[:-3])
@@ -26,7 +25,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("event", "fault"), BAD)
-@in_virtual_time
+@pytest.mark.virtual
 async def test_what_cannot_be_is_left_out_and_counted_and_the_rest_applied(event, fault):
     registry = CollectorRegistry()
     indexer = Indexer(RouterConfig(), RouterMetrics(registry))
@@ -74,7 +73,7 @@ async def test_after_foreign_events_a_worker_is_asked_for_its_content_and_the_in
     ]
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_there_is_room_for_what_workers_say_they_have_and_a_warning_past_it():
     indexer = Indexer(RouterConfig(), RouterMetrics(CollectorRegistry()))
     hashes = np.random.default_rng(0).integers(0, 1 << 63, (13, 100_000), dtype=np.uint64)
@@ -94,7 +93,7 @@ async def test_there_is_room_for_what_workers_say_they_have_and_a_warning_past_i
         (RouterConfig(), 600_000, "more than 2 times the 600000 blocks that they say they have"),
     ],
 )
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_full_index_says_what_to_do(config, blocks, fix):
     indexer = Indexer(config, RouterMetrics(CollectorRegistry()))
     indexer.expect(3, blocks)

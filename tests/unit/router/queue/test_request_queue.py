@@ -16,7 +16,7 @@ from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
 from tests.support.scene import make_request
-from tests.support.scenes import in_virtual_time, scenes
+from tests.support.scenes import scenes
 
 
 class Slow:
@@ -168,7 +168,7 @@ async def test_every_worker_gets_no_more_than_it_has_room_for(setting, group):
         ("session", {"threshold_s": 3}, False),
     ],
 )
-@in_virtual_time
+@pytest.mark.virtual
 async def test_queue_settings_without_effect_are_logged_at_the_start(policy, queue, warns):
     async with MemoryCluster() as cluster:
         with capture_logs() as logs:
