@@ -58,25 +58,6 @@ def test_the_first_token_ends_the_prefill_and_the_end_the_request():
     frontends.check()
 
 
-def test_a_request_that_ends_before_its_first_token_leaves_nothing():
-    frontends, first, second = two()
-    frontends.take(make_request("a"), first)
-    frontends.forget(RequestId("a"))
-    assert told(frontends, second) == (0, 0, 0, 1)
-    frontends.check()
-
-
-def test_a_frontend_that_goes_takes_its_requests_along():
-    frontends, first, second = two()
-    frontends.take(make_request("a"), first)
-    gone = frontends.disconnect(first.sink)
-    assert gone is first
-    for request_id in tuple(gone.requests):
-        frontends.forget(request_id)
-    assert told(frontends, second) == (0, 0, 0, 1)
-    frontends.check()
-
-
 @pytest.mark.parametrize(("cached", "expected"), [(-5, 100), (0, 100), (99, 1), (100, 1), (1 << 40, 1)])
 def test_an_expectation_that_cannot_be_is_cut(cached, expected):
     frontends, first, _ = two()

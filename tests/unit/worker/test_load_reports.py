@@ -40,41 +40,6 @@ def test_a_change_is_told_an_interval_after_the_last_report():
     assert run_virtual(scenario()) == [(0.0, 0), (0.05, 2)]
 
 
-def test_a_busy_worker_where_nothing_changes_goes_on_reporting():
-    async def scenario():
-        worker = Worker()
-        worker.wait_for(0)
-        await asyncio.sleep(2.5)
-        worker.reports.close()
-        await asyncio.sleep(5)
-        return len(worker.sent)
-
-    assert run_virtual(scenario()) == 3
-
-
-def test_a_loop_may_give_a_plain_handle_for_a_moment_that_has_come(monkeypatch):
-    """As uvloop does for a timer less than half a millisecond ahead."""
-
-    async def scenario():
-        loop = asyncio.get_running_loop()
-
-        def call_at(_when, callback):
-            loop.call_soon(callback)
-            return asyncio.Handle(callback, (), loop)
-
-        monkeypatch.setattr(loop, "call_at", call_at)
-        worker = Worker()
-        worker.wait_for(0)
-        worker.wait_for(1)
-        worker.wait_for(2)
-        monkeypatch.undo()
-        await asyncio.sleep(0.06)
-        worker.reports.close()
-        return [waiting for _, waiting in worker.sent]
-
-    assert run_virtual(scenario()) == [0, 2]
-
-
 def test_an_idle_worker_tells_what_was_copied_to_a_tier_since():
     async def scenario():
         worker = Worker()

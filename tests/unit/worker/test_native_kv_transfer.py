@@ -2,14 +2,12 @@
 
 import pytest
 
-from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster, memory_transport
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
 from tests.support.kv_transfer_scene import ALWAYS
-from tests.support.manual_engine import ManualEngine
 from tests.support.native_engine import NativeEngine
 
 
@@ -73,17 +71,6 @@ def test_engines_of_other_kinds_are_not_paired():
     run(scene, decode=lambda table: NativeEngine(table, kind="native-2"))
 
 
-def test_a_prefill_worker_killed_after_its_prefill_costs_nothing():
-    async def scene(cluster, dispatcher, _, __):
-        async with dispatcher.open(tiny_request("a")) as stream:
-            await anext(stream)
-            cluster.kill("p0")
-            rest = [delta async for delta in stream]
-        assert rest[-1].finish_reason is FinishReason.LENGTH
-
-    run(scene)
-
-
 def test_roles_may_change():
     async def scene(cluster, dispatcher, engines, __):
         await dispatcher.change_role("p0", Role.AGGREGATED)
@@ -94,12 +81,3 @@ def test_roles_may_change():
         assert cluster.worker("p0").instance.role is Role.PREFILL
 
     run(scene)
-
-
-def test_an_engine_that_transfers_no_kv_has_no_such_role():
-    async def main():
-        async with MemoryCluster() as cluster:
-            with pytest.raises(ConfigError, match="transfers no KV"):
-                await cluster.start("p0", ManualEngine(), role=Role.PREFILL)
-
-    run_virtual(main())

@@ -4,11 +4,10 @@ import asyncio
 
 import pytest
 
-from penstock.core.errors import EngineError, RequestError, Unavailable
+from penstock.core.errors import EngineError, RequestError
 from penstock.core.types.instances import InstanceState, Role
 from penstock.router.workers.member import Condition
 from penstock.sim.loop.loop import run_virtual
-from penstock.worker.config import WorkerConfig
 from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import tiny_engine, tiny_request, whole_answer
@@ -67,33 +66,6 @@ def test_what_is_under_way_is_finished_first():
     run_scenario(scene)
 
 
-def test_what_takes_too_long_goes_on_elsewhere():
-    async def scene(_, dispatcher):
-        expected = await whole_answer(dispatcher, tiny_request("a", max_tokens=300))
-        answers = [
-            asyncio.ensure_future(whole_answer(dispatcher, tiny_request(f"b{n}", max_tokens=300)))
-            for n in range(4)
-        ]
-        await asyncio.sleep(0.5)
-        await dispatcher.sleep("a0", 1)
-        for answer in answers:
-            assert (await answer)[:2] == expected[:2]
-
-    run_scenario(scene, config=WorkerConfig(drain_timeout_s=0.2))
-
-
-def test_exported_kv_is_read_first():
-    async def scene(cluster, dispatcher):
-        expected = await whole_answer(dispatcher, tiny_request("a", 300, seed=1))
-        asleep = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("b", 300, seed=1)))
-        await asyncio.sleep(0.01)
-        await dispatcher.sleep("p0", 1)
-        assert not len(cluster.worker("p0").kv_transfer.exports)
-        assert (await asleep)[0] == expected[0]
-
-    run_scenario(scene, ("p0", "d0"))
-
-
 @pytest.mark.parametrize(
     ("ask", "status", "why"),
     [
@@ -113,18 +85,6 @@ def test_refusals(ask, status, why):
         assert refusal.value.http_status == status
         assert "\n" not in refusal.value.message
         await dispatcher.wake_up("a1")
-
-    run_scenario(scene)
-
-
-def test_one_change_at_a_time():
-    async def scene(_, dispatcher):
-        first = asyncio.ensure_future(dispatcher.sleep("a0", 1))
-        second = asyncio.ensure_future(dispatcher.sleep("a0", 1))
-        with pytest.raises(RequestError, match="worker a0 is falling asleep already; wait until it has"):
-            await second
-        assert (await first).state is InstanceState.ASLEEP
-        await dispatcher.wake_up("a0")
 
     run_scenario(scene)
 
@@ -186,31 +146,3 @@ def test_an_engine_that_fails_to_sleep_serves_and_one_that_fails_to_wake_sleeps(
             assert view_of(dispatcher, "a0").condition is Condition.READY
 
     run_virtual(main())
-
-
-def test_an_engine_that_dies_while_it_falls_asleep_ends_the_worker():
-    async def main():
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            engine = Fragile()
-            await cluster.start("a0", engine)
-            await dispatcher.looked()
-            falling = asyncio.ensure_future(dispatcher.sleep("a0", 1))
-            await asyncio.sleep(0.5)
-            engine.error = RuntimeError("dead")
-            engine.die(RuntimeError("dead"))
-            with pytest.raises(Unavailable):
-                await falling
-            await asyncio.sleep(1)
-            assert isinstance(cluster.errors["a0"], EngineError)
-
-    run_virtual(main())
-
-
-def test_a_worker_that_sleeps_can_be_stopped():
-    async def scene(cluster, dispatcher):
-        await dispatcher.sleep("a0", 1)
-        cluster.worker("a0").stop()
-        await asyncio.sleep(1)
-        assert cluster.names == ["a1"]
-
-    run_scenario(scene)

@@ -167,14 +167,6 @@ def test_events_are_numbered_and_replayed():
     run_scenario(scene)
 
 
-def test_files_are_read_by_hash():
-    async def scene(stage: Stage) -> None:
-        assert await stage.worker.read_file("abc") == b"content"
-        assert await stage.worker.read_file("other") is None
-
-    run_scenario(scene)
-
-
 def test_files_are_read_and_hashed_beside_the_loop(tmp_path, monkeypatch):
     content, threads = b"content", []
     sha256 = hashlib.sha256(content).hexdigest()

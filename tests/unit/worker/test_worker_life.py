@@ -27,10 +27,10 @@ def test_draining_is_announced_then_refuses_then_ends():
         assert sink.error("c") == "overloaded"
         stage.engine.emit("a", 1, finish=FinishReason.STOP)
         await asyncio.sleep(1)
-        assert len(stage.discovery._table) == 1
+        assert stage.state() is InstanceState.DRAINING
         stage.engine.emit("b", 1, finish=FinishReason.STOP)
         await asyncio.sleep(0.1)
-        assert not len(stage.discovery._table)
+        assert stage.state() is None
         assert stage.error is None
 
     run_scenario(scene)
@@ -49,12 +49,12 @@ def test_what_outlasts_the_drain_goes_elsewhere():
     run_scenario(scene, WorkerConfig(drain_timeout_s=5.0))
 
 
-def test_a_bug_in_abort_ends_nothing_else(monkeypatch):
+def test_a_bug_in_abort_ends_nothing_else():
     async def scene(stage: Stage) -> None:
         def broken(_request_id: str) -> None:
             raise KeyError("no such slot")
 
-        monkeypatch.setattr(stage.engine, "abort", broken)
+        stage.engine.abort = broken
         sink = stage.sink()
         stage.worker.submit(make_request("a"), sink)
         stage.worker.submit(make_request("b"), sink)
@@ -109,39 +109,32 @@ def test_a_dead_engine_ends_the_worker_with_an_error(problem, draining):
         assert isinstance(stage.error, EngineError)
         assert "worker w1: the engine ended" in str(stage.error)
         assert stage.error.__cause__ is problem
-        assert not len(stage.discovery._table)
+        assert stage.state() is None
 
     run_scenario(scene)
-
-
-def test_a_card_that_does_not_fit_the_engine_is_a_config_error():
-    async def main() -> None:
-        stage = Stage()
-        stage.engine.info = EngineInfo(
-            block_size=16, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
-        )
-        with pytest.raises(ConfigError, match="the model card says 4 tokens and the engine 16"):
-            await stage.worker.run()
-        assert stage.engine.closed
-
-    run_virtual(main())
 
 
 @pytest.mark.parametrize(
     ("info", "message"),
     [
+        (EngineInfo(16, 9, 99, 9, 9), "the model card says 4 tokens and the engine 16"),
         (None, "gave None; expected an EngineInfo with block_size, context_length"),
         (EngineInfo(4, 9, 0, 9, 9), "expected an EngineInfo with context_length >= 1"),
         (EngineInfo(4, 9, 99, 9, -1), "expected an EngineInfo with max_running_requests >= 1"),
+        (ConfigError("no weights"), "no weights"),
     ],
 )
-def test_an_engine_that_starts_as_none_can_is_a_config_error(info, message):
+def test_an_engine_that_cannot_start_or_starts_as_none_can_is_a_config_error(info, message):
     async def main() -> None:
         stage = Stage()
-        stage.engine.info = info
+        if isinstance(info, ConfigError):
+            stage.engine.start_error = info
+        else:
+            stage.engine.info = info
         with pytest.raises(ConfigError, match=message):
             await stage.worker.run()
         assert stage.engine.closed
+        assert stage.state() is None
 
     run_virtual(main())
 
@@ -149,9 +142,7 @@ def test_an_engine_that_starts_as_none_can_is_a_config_error(info, message):
 def test_the_smaller_context_is_the_one_announced():
     async def main() -> None:
         stage = Stage()
-        stage.engine.info = EngineInfo(
-            block_size=4, total_blocks=9, context_length=36, max_batch_tokens=9, max_running_requests=9
-        )
+        stage.engine.info = EngineInfo(4, 9, 36, 9, 9)
         async with asyncio.TaskGroup() as group:
             group.create_task(stage.run())
             async for change in stage.discovery.watch():
@@ -160,17 +151,5 @@ def test_the_smaller_context_is_the_one_announced():
                     break
                 assert isinstance(change, WatchSynced)
             stage.worker.stop()
-
-    run_virtual(main())
-
-
-def test_an_engine_that_cannot_start_leaves_nothing():
-    async def main() -> None:
-        stage = Stage()
-        stage.engine.start_error = ConfigError("no weights")
-        with pytest.raises(ConfigError, match="no weights"):
-            await stage.worker.run()
-        assert stage.engine.closed
-        assert not len(stage.discovery._table)
 
     run_virtual(main())

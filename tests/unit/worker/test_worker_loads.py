@@ -110,19 +110,6 @@ def test_what_an_answer_left_behind_is_told_before_its_end():
     run_scenario(scene)
 
 
-def test_a_burst_of_submissions_is_reported_within_the_interval():
-    async def scene(stage: Stage) -> None:
-        sink = stage.sink()
-        for number in range(5):
-            stage.worker.submit(make_request(f"r{number}"), sink)
-        assert sink.loads[-1].accepted_requests == 1
-        await asyncio.sleep(0.051)
-        assert sink.loads[-1].accepted_requests == 5
-        assert len(sink.loads) == 3
-
-    run_scenario(scene)
-
-
 def test_what_one_frontend_sends_the_others_hear_with_the_next_turn():
     async def scene(stage: Stage) -> None:
         first, second = stage.sink(), stage.sink()

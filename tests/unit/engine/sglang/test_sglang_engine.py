@@ -1,6 +1,5 @@
 """The SGLang adapter over a fake of the package: start, refusals, disaggregation, aborts."""
 
-import asyncio
 import json
 import signal
 import stat
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError, EngineError, Overloaded
 from penstock.core.types.instances import Role
-from penstock.core.types.requests import FinishReason, KvHandle, SamplingParams
+from penstock.core.types.requests import FinishReason, KvHandle
 from penstock.engine.launch_host import SymbolicHost, ThisHost
 from penstock.engine.sglang.arguments import Arguments, engine_launch, make_arguments, server_arg_names
 from penstock.engine.sglang.engine import SglangEngine
@@ -74,38 +73,66 @@ def test_another_version_is_refused(version) -> None:
         start(spec())
 
 
-def test_without_a_gpu_in_the_graph_it_is_refused(sglang) -> None:
-    with pytest.raises(ConfigError, match=r"hardware cpu.*roles\.aggregated\.hardware=h100"):
-        start(spec(args={}))
-
-
-def test_an_unknown_argument_names_the_nearest(sglang) -> None:
-    with pytest.raises(
-        ConfigError, match=r"engine_args\.mem_fraction: .* did you mean 'mem_fraction_static'\?"
-    ):
-        start(spec(args={"device": "cpu", "mem_fraction": 0.8}))
-    with pytest.raises(ConfigError, match=r"engine_args\.tp_size: Penstock sets it.*set tensor_parallel"):
-        start(spec(args={"device": "cpu", "tp_size": 2}))
-    with pytest.raises(ConfigError, match=r"engine_args\.node_rank: Penstock sets it.*; nodes does"):
-        made(spec(args={"device": "cpu", "node_rank": 1}, nodes=nodes(0)))
-    assert made(spec(args={"device": "cpu", "node_rank": 0, "nnodes": 2})).server["nnodes"] == 2
-    with pytest.raises(ConfigError, match=r"disaggregation_bootstrap_port: must be a port number, got 'x'"):
-        start(spec(role=Role.PREFILL, args={"device": "cpu", "disaggregation_bootstrap_port": "x"}))
+def nodes(rank: int, size: int = 2, **changes) -> NodeGroup:
+    fields = {"master_addr": "10.0.0.1", "master_port": 4711, "address": f"10.0.0.{rank + 1}"} | changes
+    return NodeGroup(size=size, rank=rank, **fields)
 
 
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("Rank 0 scheduler died during initialization (exit code: -9).\nmore"), ValueError()],
+    ("changes", "args", "why"),
+    [
+        ({}, {}, r"hardware cpu.*roles\.aggregated\.hardware=h100"),
+        (
+            {},
+            {"device": "cpu", "mem_fraction": 0.8},
+            r"engine_args\.mem_fraction: .* 'mem_fraction_static'\?",
+        ),
+        ({}, {"device": "cpu", "tp_size": 2}, r"engine_args\.tp_size: Penstock sets it.*set tensor_parallel"),
+        (
+            {"nodes": nodes(0)},
+            {"device": "cpu", "node_rank": 1},
+            r"node_rank: Penstock sets it.*; nodes does",
+        ),
+        (
+            {"role": Role.PREFILL},
+            {"device": "cpu", "disaggregation_bootstrap_port": "x"},
+            "disaggregation_bootstrap_port: must be a port number, got 'x'",
+        ),
+    ],
 )
-def test_a_failed_start_is_one_line(sglang, monkeypatch, error) -> None:
+def test_wrong_arguments_are_refused_with_the_fix(sglang, changes, args, why) -> None:
+    with pytest.raises(ConfigError, match=why):
+        start(spec(**changes, args=args))
+
+
+DIED = RuntimeError("Rank 0 scheduler died during initialization (exit code: -9).\nmore")
+
+
+@pytest.mark.parametrize(
+    ("error", "size", "kind"),
+    [
+        (DIED, 1, ConfigError),
+        (ValueError(), 1, ConfigError),
+        (ValueError("no such dtype"), 2, ConfigError),
+        (DIED, 2, EngineError),
+    ],
+)
+def test_a_failed_start_is_one_line_and_one_that_may_have_lost_a_node_is_tried_again(
+    sglang, monkeypatch, error, size, kind
+) -> None:
     def fail(self, **_):
         raise error
 
     monkeypatch.setattr(fake.Engine, "__init__", fail)
-    with pytest.raises(ConfigError, match="cannot start tiny: ") as refused:
-        start(spec())
+    monkeypatch.setenv("SGLANG_BLOCK_NONZERO_RANK_CHILDREN", "1")
+    parts = {"tensor_parallel": 2, "nodes": nodes(0)} if size > 1 else {}
+    with pytest.raises(kind, match="cannot start tiny: ") as refused:
+        start(spec(**parts))
     assert "\n" not in refused.value.message
     assert (str(error).partition("\n")[0] or "ValueError") in refused.value.message
+    if size > 1:
+        with pytest.raises(kind, match="cannot start tiny: "):
+            follow(spec(tensor_parallel=2, nodes=nodes(1)), lambda: pytest.fail("not ready"))
 
 
 def test_the_graph_reaches_the_server_arguments(sglang) -> None:
@@ -134,11 +161,6 @@ def test_the_graph_reaches_the_server_arguments(sglang) -> None:
     assert server["disaggregation_mode"] == "null"
     copies = made(spec(tensor_parallel=4, data_parallel=2)).server
     assert (copies["tp_size"], copies["dp_size"]) == (4, 2)
-
-
-def nodes(rank: int, size: int = 2, **changes) -> NodeGroup:
-    fields = {"master_addr": "10.0.0.1", "master_port": 4711, "address": f"10.0.0.{rank + 1}"} | changes
-    return NodeGroup(size=size, rank=rank, **fields)
 
 
 def test_nodes_reach_the_server_arguments_and_the_leader_publishes_events(sglang) -> None:
@@ -179,22 +201,6 @@ def test_unequal_parts_of_stages_are_refused(sglang, tensor, stages, size, is_eq
         made(of)
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [(RuntimeError("Rank 0 scheduler died during initialization"), EngineError), (ValueError("no such dtype"), ConfigError)],
-)  # fmt: skip
-def test_a_start_that_may_have_lost_a_node_is_tried_again(sglang, monkeypatch, error, kind) -> None:
-    def fail(self, **_):
-        raise error
-
-    monkeypatch.setattr(fake.Engine, "__init__", fail)
-    monkeypatch.setenv("SGLANG_BLOCK_NONZERO_RANK_CHILDREN", "1")
-    with pytest.raises(kind, match=f"cannot start tiny: {type(error).__name__}: {error}"):
-        follow(spec(tensor_parallel=2, nodes=nodes(1)), lambda: pytest.fail("not ready"))
-    with pytest.raises(kind, match="cannot start tiny: "):
-        start(spec(tensor_parallel=2, nodes=nodes(0)))
-
-
 def test_a_start_has_the_arguments_of_the_description(sglang, monkeypatch) -> None:
     given = {}
     init = fake.Engine.__init__
@@ -211,16 +217,6 @@ def test_a_start_has_the_arguments_of_the_description(sglang, monkeypatch) -> No
     assert not Path(json.loads(given["kv_events_config"])["endpoint"].removeprefix("ipc://")).parent.exists()
 
 
-def test_an_older_sglang_has_other_names() -> None:
-    older = server_arg_names(fake) - {"attn_dp_size", "incremental_streaming_output"} | {"stream_output"}
-    of = spec(data_parallel=4, expert_parallel=4, device="cuda:0")
-    server = make_arguments(of, older, SymbolicHost()).server
-    assert (server["dp_size"], server["enable_dp_attention"], server["stream_output"]) == (4, True, True)
-    newest = engine_launch(of, SymbolicHost()).arguments
-    assert newest["attn_dp_size"] == 4
-    assert not {"dp_size", "enable_dp_attention", "stream_output"} & newest.keys()
-
-
 def test_kv_events_stay_on_this_machine() -> None:
     host = ThisHost()
     one = made(spec(), host)
@@ -235,22 +231,8 @@ def test_kv_events_stay_on_this_machine() -> None:
     assert config["endpoint"].startswith("tcp://127.0.0.1:")
     assert config["bind"] is True, "else SGLang would connect"
     assert int(config["replay_endpoint"].rpartition(":")[2]) == int(config["endpoint"].rpartition(":")[2]) + 4
-
-
-def test_who_has_no_prefix_cache_sends_no_events(monkeypatch) -> None:
     cacheless = spec(args={"device": "cpu", "disable_radix_cache": True})
-    assert made(cacheless).events is None
-    assert made(spec(role=Role.DECODE)).events is None
-    monkeypatch.setattr(SymbolicHost, "has_module", lambda *_: False)
-    assert made(spec()).events is None, "nobody could read them"
-
-
-def test_a_version_that_cannot_keep_tenants_apart_is_refused(sglang, monkeypatch) -> None:
-    monkeypatch.setattr(fake.Engine, "async_generate", lambda self, input_ids=None: None)
-    with pytest.raises(
-        ConfigError, match="has no cache_salt, which separates the prompts of tenants; run `pip"
-    ):
-        start(spec())
+    assert made(cacheless).events is made(spec(role=Role.DECODE)).events is None
 
 
 def test_a_process_of_sglang_that_fails_ends_the_engine(sglang) -> None:
@@ -260,45 +242,6 @@ def test_a_process_of_sglang_that_fails_ends_the_engine(sglang) -> None:
             signal.raise_signal(signal.SIGQUIT)
             with pytest.raises(EngineError, match="one of its processes failed"):
                 await probe.finish()
-
-    run_async(main())
-
-
-def test_the_workers_handler_of_sigterm_stays(sglang) -> None:
-    async def main() -> bool:
-        stopped = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, stopped.set)
-        async with EngineProbe(SglangEngine(spec())) as probe:
-            await probe.run(make_request("a", range(20)))
-            signal.raise_signal(signal.SIGTERM)
-            await asyncio.wait_for(stopped.wait(), 5)
-        loop.remove_signal_handler(signal.SIGTERM)
-        return stopped.is_set()
-
-    assert run_async(main())
-
-
-def test_an_abort_of_one_id_leaves_others_that_begin_alike(sglang) -> None:
-    async def main() -> None:
-        async with EngineProbe(SglangEngine(spec())) as probe:
-            probe.submit(*(make_request(name, range(20), max_tokens=50) for name in ("a", "ab", "abc")))
-            await probe.step()
-            probe.abort("a")
-            await probe.finish()
-            assert len(probe.answers["ab"].token_ids) == len(probe.answers["abc"].token_ids) == 50
-
-    run_async(main())
-
-
-def test_a_value_that_sglang_refuses_is_the_requests_fault(sglang) -> None:
-    async def main() -> None:
-        async with EngineProbe(SglangEngine(spec())) as probe:
-            sampling = SamplingParams(max_tokens=3, frequency_penalty=5.0)
-            (answer,) = await probe.run(make_request("a", range(20), sampling=sampling))
-            assert answer.error is not None
-            assert (answer.error.code, answer.error.http_status) == ("invalid_request_error", 400)
-            assert "frequency_penalty must be in [-2, 2]" in answer.error.message
 
     run_async(main())
 
@@ -364,26 +307,6 @@ def test_a_decode_engine_refuses_prompts_without_their_kv(sglang) -> None:
     run_async(main())
 
 
-def test_a_room_that_nobody_fills_fails_the_request_alone(sglang, monkeypatch) -> None:
-    async def main() -> None:
-        async with disaggregated() as (source, target):
-            request = make_request("a", range(100, 140), max_tokens=12)
-            with monkeypatch.context() as lost:
-                lost.setattr(sglang, "_fill", lambda room: None)
-                lost.setattr(fake, "_fill", lambda room: None)  # as if the prefill worker had been lost
-                kv = await prefilled_handle(source, request)
-                while source.engine.load().running_requests:
-                    await source.step()
-            (answer,) = await target.run(replace(request, kv=kv))
-            assert answer.error is not None
-            assert answer.error.code == "step_failed"
-            kv = await prefilled_handle(source, request)
-            (answer,) = await target.run(replace(request, kv=kv))
-            assert len(answer.token_ids) == 12
-
-    run_async(main())
-
-
 def test_a_request_goes_to_its_rank_and_one_without_to_the_emptiest(sglang) -> None:
     async def main() -> None:
         async with EngineProbe(SglangEngine(spec(data_parallel=2, kv_blocks=80))) as probe:
@@ -397,12 +320,3 @@ def test_a_request_goes_to_its_rank_and_one_without_to_the_emptiest(sglang) -> N
             assert probe.engine.load().generated_tokens == 12
 
     run_async(main())
-
-
-def test_an_sglang_that_takes_no_rank_is_refused(sglang, monkeypatch) -> None:
-    async def without_rank(self, input_ids=None, sampling_params=None, rid=None, *, cache_salt=None):
-        raise AssertionError
-
-    monkeypatch.setattr(fake.Engine, "async_generate", without_rank)
-    with pytest.raises(ConfigError, match=r"routed_dp_rank or data_parallel_rank.*data_parallel 1"):
-        start(spec(data_parallel=2))

@@ -81,7 +81,7 @@ def page_of(buffer: Any, page: int) -> Any:
     return buffer[:, :, page * PAGE : (page + 1) * PAGE]
 
 
-def test_pages_come_back_in_another_process_and_at_other_places(opened: Any) -> None:
+def test_pages_come_back_in_another_process_and_at_other_places(opened: Any, tmp_path: Path) -> None:
     from tests.fakes.hicache_storage import HiCacheStorageExtraInfo
 
     storage, pool = opened()
@@ -98,6 +98,11 @@ def test_pages_come_back_in_another_process_and_at_other_places(opened: Any) -> 
     for page, source in zip((20, 21, 22, 23), (5, 9, 1, 2), strict=True):
         assert torch.equal(page_of(pool.kv_buffer, page), page_of(before, source))
     assert not pool.kv_buffer[:, :, : 20 * PAGE].any()
+    again.clear()
+    assert again.batch_exists(keys) == 0
+    assert not again.exists(keys[0])
+    opened(tp_rank=1, tp_size=2)
+    assert (tmp_path / "pages.sglang.1-of-2").exists(), "ranks have files of their own"
 
 
 def test_a_damaged_page_and_what_follows_it_is_not_there(opened: Any, tmp_path: Path) -> None:
@@ -115,20 +120,6 @@ def test_a_damaged_page_and_what_follows_it_is_not_there(opened: Any, tmp_path: 
     found = again.batch_get_v1(keys, indices(4, 5, 6))
     assert found.count(True) < 3
     assert found == sorted(found, reverse=True), "the first that is missing ends it"
-
-
-def test_clearing_forgets_all_pages(opened: Any) -> None:
-    storage, pool = opened()
-    filled(pool)
-    storage.batch_set_v1(keys_of(2), indices(0, 1))
-    storage.clear()
-    assert storage.batch_exists(keys_of(2)) == 0
-    assert not storage.exists(keys_of(1)[0])
-
-
-def test_ranks_have_files_of_their_own(opened: Any, tmp_path: Path) -> None:
-    opened(tp_rank=1, tp_size=2)
-    assert (tmp_path / "pages.sglang.1-of-2").exists()
 
 
 @pytest.mark.parametrize(

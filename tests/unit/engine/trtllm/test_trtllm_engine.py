@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from penstock.core.errors import ConfigError, EngineError, RequestError
+from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle, KvRetention, SamplingParams
 from penstock.engine.launch_host import SymbolicHost
@@ -38,17 +38,6 @@ def trtllm(monkeypatch):
         installed(names[2], fake, "1.1.0") as module,
     ):
         yield module
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class OlderDisaggregatedParams:
-    """As in 1.1."""
-
-    request_type: str | None = None
-    first_gen_tokens: list[int] | None = None
-    ctx_request_id: int | None = None
-    opaque_state: bytes | None = None
-    draft_tokens: list[int] | None = None
 
 
 def spec(**changes) -> EngineSpec:
@@ -85,43 +74,41 @@ def test_another_version_is_refused(version) -> None:
         start(spec())
 
 
-def test_without_a_gpu_in_the_graph_it_is_refused() -> None:
-    with installed("tensorrt_llm", fake, "1.1.0"), pytest.raises(ConfigError, match="hardware cpu"):
-        start(spec())
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"args": {"kv_cache_conf": {}}}, r"engine_args\.kv_cache_conf: .* did you mean 'kv_cache_config'\?"),
+        ({"args": {"max_seq_len": 4096}}, r"engine_args\.max_seq_len: Penstock sets it.*set context_length"),
+        ({"args": {"kv_cache_config": {"tokens_per_block": 64}}}, r"tokens_per_block: .* set block_size"),
+        ({"tensor_parallel": 2, "data_parallel": 2}, r"tensor_parallel must be 1, got 2"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_the_fix(trtllm, changes, why) -> None:
+    with pytest.raises(ConfigError, match=why):
+        start(spec(**changes))
 
 
-def test_an_unknown_argument_names_the_nearest(trtllm) -> None:
-    with pytest.raises(ConfigError, match=r"engine_args\.kv_cache_conf: .* did you mean 'kv_cache_config'\?"):
-        start(spec(args={"kv_cache_conf": {}}))
-    with pytest.raises(ConfigError, match=r"engine_args\.max_seq_len: Penstock sets it.*set context_length"):
-        start(spec(args={"max_seq_len": 4096}))
-    with pytest.raises(ConfigError, match=r"kv_cache_config\.tokens_per_block: .* set block_size"):
-        start(spec(args={"kv_cache_config": {"tokens_per_block": 64}}))
-    with pytest.raises(ConfigError, match=r"tensor_parallel must be 1, got 2"):
-        start(spec(tensor_parallel=2, data_parallel=2))
+@pytest.mark.parametrize(
+    ("method", "error", "why"),
+    [
+        (
+            "__init__",
+            ValueError(
+                "1 validation error for TorchLlmArgs\nkv_cache_config.fraction\n  Extra inputs\n more"
+            ),
+            r".*kv_cache_config\.fraction: Extra inputs",
+        ),
+        ("generate_async", RuntimeError("Executor worker failed"), "RuntimeError: Executor worker failed"),
+    ],
+)
+def test_a_failed_start_is_one_line(trtllm, monkeypatch, method, error, why) -> None:
+    def fail(self, *_, **__):
+        raise error
 
-
-def test_a_refusal_of_pydantic_is_one_line(trtllm, monkeypatch) -> None:
-    def fail(self, **_):
-        raise ValueError(
-            "1 validation error for TorchLlmArgs\nkv_cache_config.fraction\n  Extra inputs are not permitted\n more"
-        )
-
-    monkeypatch.setattr(fake.LLM, "__init__", fail)
-    with pytest.raises(
-        ConfigError, match=r"cannot start tiny: .*kv_cache_config\.fraction: Extra inputs"
-    ) as refused:
+    monkeypatch.setattr(fake.LLM, method, fail)
+    with pytest.raises(ConfigError, match=f"cannot start tiny: {why}") as refused:
         start(spec())
     assert "\n" not in refused.value.message
-
-
-def test_an_engine_that_fails_on_its_first_token_does_not_start(trtllm, monkeypatch) -> None:
-    def fail(self, *_, **__):
-        raise RuntimeError("Executor worker returned error")
-
-    monkeypatch.setattr(fake.LLM, "generate_async", fail)
-    with pytest.raises(ConfigError, match="cannot start tiny: RuntimeError: Executor worker returned error"):
-        start(spec())
 
 
 def test_the_graph_reaches_the_arguments(trtllm) -> None:
@@ -219,19 +206,6 @@ def test_a_handle_of_another_kind_is_computed_anew() -> None:
     }
 
 
-def test_an_executor_that_shuts_down_ends_the_engine(trtllm, monkeypatch) -> None:
-    monkeypatch.setattr(adapter, "_HEALTH_EVERY_S", 0.01)
-
-    async def main() -> None:
-        engine = adapter.TrtllmEngine(spec())
-        async with EngineProbe(engine) as probe:
-            engine.backend._llm._executor = SimpleNamespace(is_shutdown=lambda: True)
-            with pytest.raises(EngineError, match="its executor shut down"):
-                await probe.step()
-
-    run_async(main())
-
-
 @asynccontextmanager
 async def disaggregated():
     prefill, decode = (
@@ -273,51 +247,21 @@ def test_kv_goes_from_a_prefill_to_a_decode_engine(trtllm) -> None:
     run_async(main())
 
 
-def asking_logprobs(max_tokens: int = 12):
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
-    return make_request("a", range(100, 140), sampling=sampling)
-
-
 def test_the_first_tokens_logprobs_go_from_prefill_to_decode(trtllm) -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
+    asking = make_request("a", range(100, 140), sampling=sampling)
+
     async def main() -> None:
         async with disaggregated() as (source, target), EngineProbe(adapter.TrtllmEngine(spec())) as alone:
-            (expected,) = await alone.run(asking_logprobs())
-            kv = await prefilled_handle(source, asking_logprobs())
-            (answer,) = await target.run(replace(asking_logprobs(), kv=kv))
-            assert (answer.error, answer.token_ids) == (None, expected.token_ids)
-            assert [each.token_id for each in answer.logprobs] == answer.token_ids
-            assert answer.logprobs == expected.logprobs
-            assert fake.CALLS[-1]["disaggregated"].request_type == "generation_only"
-
-    run_async(main())
-
-
-def test_where_they_cannot_the_decode_worker_computes_the_prompt(trtllm) -> None:
-    async def main() -> None:
-        async with disaggregated() as (source, target), EngineProbe(adapter.TrtllmEngine(spec())) as alone:
-            (expected,) = await alone.run(asking_logprobs())
-            without = await prefilled_handle(source, make_request("b", range(100, 140), max_tokens=12))
-            (answer,) = await target.run(replace(asking_logprobs(), kv=without))
-            assert (answer.error, answer.logprobs) == (None, expected.logprobs)
-            assert fake.CALLS[-1]["disaggregated"] is None, "the prompt was computed here"
-
-    run_async(main())
-
-
-def test_an_older_version_prefills_no_request_for_logprobs(trtllm, monkeypatch) -> None:
-    monkeypatch.setattr(fake, "DisaggregatedParams", OlderDisaggregatedParams)
-    monkeypatch.setattr(trtllm, "DisaggregatedParams", OlderDisaggregatedParams)
-
-    async def main() -> None:
-        async with disaggregated() as (source, target):
-            (first,) = await source.run(replace(asking_logprobs(max_tokens=1), prefill_only=True))
-            assert (len(first.token_ids), len(first.logprobs)) == (1, 1)
-            assert not fake.CONTEXTS, "no KV waits for a decode worker"
-            request = make_request("c", range(100, 140), max_tokens=12)
-            kv = await prefilled_handle(source, request)
-            (answer,) = await target.run(replace(asking_logprobs(), kv=kv))
-            assert (answer.error, len(answer.logprobs)) == (None, 12)
-            assert fake.CALLS[-1]["disaggregated"] is None
+            (expected,) = await alone.run(asking)
+            without = make_request("b", range(100, 140), max_tokens=12)
+            for prefilled, request_type in ((asking, "generation_only"), (without, None)):
+                kv = await prefilled_handle(source, prefilled)
+                (answer,) = await target.run(replace(asking, kv=kv))
+                assert (answer.error, answer.token_ids) == (None, expected.token_ids)
+                assert answer.logprobs == expected.logprobs
+                given = fake.CALLS[-1]["disaggregated"]
+                assert (given and given.request_type) == request_type, "without them it computes the prompt"
 
     run_async(main())
 
@@ -330,18 +274,6 @@ def test_logprobs_of_every_shape_survive_the_wire() -> None:
         assert read.arguments(fake.Logprob)["first_gen_log_probs"] == given
     malformed = msgspec.msgpack.encode({"first_gen_log_probs": ["x"]})
     assert Context.read(KvHandle.native(malformed, 3, 1.0)) is None
-
-
-def test_a_prompt_that_ends_with_its_first_token_needs_no_decode_worker(trtllm) -> None:
-    async def main() -> None:
-        async with disaggregated() as (source, _):
-            request = make_request("a", range(100, 140), max_tokens=12)
-            (whole,) = await source.run(request)
-            sampling = replace(request.sampling, stop_token_ids=(whole.token_ids[0],))
-            (answer,) = await source.run(replace(request, sampling=sampling, prefill_only=True))
-            assert (answer.token_ids, answer.finish_reason) == (whole.token_ids[:1], FinishReason.STOP)
-
-    run_async(main())
 
 
 @pytest.mark.parametrize(

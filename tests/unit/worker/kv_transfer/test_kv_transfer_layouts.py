@@ -63,18 +63,12 @@ def block(engine, hashes):
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (layout(), layout()),
-        (layout(tp=2), layout(tp=2)),
-        (layout(tp=2), layout()),
         (layout(), layout(tp=4)),
-        (layout(tp=4), layout(tp=2)),
         (layout(tp=8), layout(tp=2)),
-        (layout(tp=2), layout(tp=8)),
         (layout(pp=3), layout(tp=2, pp=2)),
         (layout(layers=(2, 0, 1)), layout()),
         (layout(order=BY_LAYER), layout(order=APART, layers=(1, 2, 0))),
         (layout(tp=4, order=APART), layout(tp=2, pp=2, order=BY_LAYER)),
-        (layout(LATENT), layout(LATENT, tp=4)),
         (layout(LATENT, tp=2), layout(LATENT, pp=2)),
     ],
 )
@@ -104,19 +98,5 @@ def test_an_answer_is_exact_whatever_the_layouts(source, target):
             await cluster.start("alone", tiny_engine())
             await dispatcher.looked()
             assert found == [(await whole_answer(dispatcher, one))[0] for one in asked]
-
-    run_virtual(main())
-
-
-def test_layouts_are_worked_out_once_and_equal_ones_move_whole_blocks():
-    async def main():
-        async with MemoryCluster() as cluster, cluster.dispatcher(ALWAYS) as dispatcher:
-            await cluster.start("p", tiny_laid_out_engine(layout()), role=Role.PREFILL)
-            await cluster.start("d", tiny_laid_out_engine(layout()), role=Role.DECODE)
-            await dispatcher.looked()
-            for number in range(3):
-                await whole_answer(dispatcher, tiny_request(f"r{number}", seed=number))
-            ((move,),) = (plan.moves for plan in cluster.worker("d").kv_transfer._regions._plans.values())
-            assert move.lengths.tolist() == [move.source.block_stride]
 
     run_virtual(main())

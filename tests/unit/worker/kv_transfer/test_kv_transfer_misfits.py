@@ -103,16 +103,6 @@ def test_of_several_that_answer_only_those_that_fit_are_handed_prompts(policy):
     run_scenario(scene, RouterConfig(policy=policy, disagg=disagg))
 
 
-def test_tensor_parallelism_may_differ():
-    async def scene(cluster, dispatcher):
-        await cluster.start("p", tiny_laid_out_engine(MODEL), role=Role.PREFILL)
-        await cluster.start("d", tiny_laid_out_engine(MODEL.split(num_blocks=1, tp=4)), role=Role.DECODE)
-        await dispatcher.looked()
-        assert problems(dispatcher) == {"p": None, "d": None}
-
-    run_scenario(scene)
-
-
 def test_without_a_transport_in_common_nothing_is_transferred():
     async def scene(cluster, dispatcher):
         for name, role, transport in (("p", Role.PREFILL, "shm"), ("d", Role.DECODE, "tcp")):

@@ -1,18 +1,15 @@
 """KV transfers to a worker whose own tiers have a part of the prompt: each block comes from where it is soonest."""
 
 import asyncio
-from unittest import mock
 
 import pytest
 
-from penstock.core.errors import PeerLost
 from penstock.core.types.events import Tier
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.worker.config import KvTransferConfig, WorkerConfig
-from penstock.worker.kv_transfer.reader import Reader
 from tests.support import kv_transfer_scene
 from tests.support.kv_transfer import (
     BLOCK_SIZE,
@@ -149,29 +146,6 @@ def test_a_tier_that_is_slower_than_computing_is_left_alone():
         assert (await whole_answer(dispatcher, tiny_request("again", LENGTH)))[:2] == expected[:2]
         assert loaded(cluster) == [0]
         assert incoming(cluster).fetched_blocks - before == BLOCKS
-
-    tiered.run(scene)
-
-
-def test_what_the_prefill_worker_fails_to_send_a_tier_brings():
-    tiered = Tiered(Tier.DISK, block_s=1e-4)
-    lost = PeerLost("it was cut")
-
-    async def scene(cluster, dispatcher):
-        expected = await fill(cluster, dispatcher, tiered)
-        find = cluster.engine("d0").find_runs
-
-        def from_the_peer_alone(hashes, num_before, peer):
-            return [run for run in find(hashes, num_before, peer) if run.source is peer]
-
-        computed = cluster.engine("d0").load().prefilled_tokens
-        with (
-            mock.patch.object(cluster.engine("d0"), "find_runs", from_the_peer_alone),
-            mock.patch.object(Reader, "read", side_effect=lost),
-        ):
-            assert (await whole_answer(dispatcher, tiny_request("again", LENGTH)))[:2] == expected[:2]
-        assert sum(loaded(cluster)) == BLOCKS
-        assert cluster.engine("d0").load().prefilled_tokens - computed <= BLOCK_SIZE
 
     tiered.run(scene)
 

@@ -78,20 +78,6 @@ def test_a_session_that_moves_loads_its_prefix_from_the_worker_that_had_it():
     peers_scene(scene)
 
 
-def test_what_is_computed_sooner_is_not_asked_for():
-    async def scene(cluster, dispatcher):
-        first = await first_answer(dispatcher)
-        asked = []
-        for each in loads(cluster):
-            each._load = lambda *about: asked.append(about)
-            each._speeds.of(WorkerId(1)).measure(1, 1.0)
-            each._speeds.of(WorkerId(2)).measure(1, 1.0)
-        again = await whole_answer(dispatcher, tiny_request("again"))
-        assert (again[0], again[2], asked) == (first[0], 0, [])
-
-    peers_scene(scene)
-
-
 def test_without_the_setting_nothing_is_lent_and_nothing_loaded():
     async def scene(cluster, dispatcher):
         await first_answer(dispatcher)
@@ -102,23 +88,6 @@ def test_without_the_setting_nothing_is_lent_and_nothing_loaded():
         )
 
     peers_scene(scene, peers=False)
-
-
-def test_a_peer_that_dies_in_the_middle_costs_the_rest_alone(monkeypatch):
-    monkeypatch.setattr(peer_source, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
-
-    async def scene(cluster, dispatcher):
-        first = await first_answer(dispatcher)
-        asked = asyncio.create_task(whole_answer(dispatcher, tiny_request("again")))
-        while not loaded(cluster):  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(1e-3)
-        cluster.kill(next(name for name in cluster.names if not cluster.worker(name).kv_transfer.peer_loads))
-        again = await asked
-        assert again[0] == first[0]
-        assert 0 < again[2] < 4 * FULL_BLOCKS
-        assert (again[2], failures(cluster)) == (loaded(cluster), 1)
-
-    peers_scene(scene, delay_s=lambda _bytes: 5e-3)
 
 
 def test_a_peer_that_becomes_slow_is_given_up_and_what_came_is_kept(monkeypatch):

@@ -92,22 +92,6 @@ def test_a_load_goes_on_for_the_one_that_still_waits(leaves):
     chunks_scene(scene)
 
 
-def test_a_load_that_nobody_waits_for_ends_and_is_joined_by_nobody():
-    async def scene(cluster, dispatcher):
-        await first_answer(dispatcher)
-        async with AsyncExitStack() as stack:
-            for number in range(2):
-                await opened(stack, dispatcher, f"r{number}")
-            await until(lambda: waiting(cluster) == 2 and loaded(cluster) >= 8)
-        came = loaded(cluster)
-        assert 8 <= came < 4 * FULL_BLOCKS
-        async with AsyncExitStack() as stack:
-            _, cached = await rest(await opened(stack, dispatcher, "later"))
-        assert cached == 4 * FULL_BLOCKS, "it has loaded the rest itself"
-
-    chunks_scene(scene)
-
-
 @pytest.mark.parametrize("error", [OSError("the network is gone"), PinExpired("they were evicted")])
 def test_what_breaks_off_is_computed_by_all_who_waited(monkeypatch, error):
     original, reads = Reader.read, []
@@ -172,31 +156,5 @@ def test_a_request_that_names_no_lender_waits_for_the_load_too():
             await until(lambda: submitted)
             assert submitted == [joins]
             assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)
-
-    chunks_scene(scene)
-
-
-def test_a_request_that_cannot_be_submitted_after_its_load_takes_nothing_from_the_others():
-    async def scene(cluster, dispatcher):
-        await first_answer(dispatcher)
-        loop, told, submitted = asyncio.get_running_loop(), [], []
-        loop.set_exception_handler(lambda _loop, context: told.append(context["exception"]))
-
-        def fails(request):
-            raise RuntimeError(f"{request.request_id}: nobody takes it")
-
-        async with AsyncExitStack() as stack:
-            stream = await opened(stack, dispatcher, "r")
-            await until(lambda: waiting(cluster) == 1 and loaded(cluster) >= 8)
-            reader = max((cluster.worker(name).kv_transfer.peer_loads for name in cluster.names), key=len)
-            hashes = pack_hashes(block_hashes(tiny_request("r").token_ids, BLOCK_SIZE))
-            for name, submit in (("fails", fails), ("later", submitted.append)):
-                joins = msgspec.structs.replace(tiny_request(name), block_hashes=hashes)
-                assert reader.begin(joins, submit)
-            await until(lambda: submitted and told)
-            assert [request.request_id for request in submitted] == ["later"]
-            assert [str(error) for error in told[0].exceptions] == ["fails: nobody takes it"]
-            await rest(stream)
-        loop.set_exception_handler(None)
 
     chunks_scene(scene)

@@ -7,14 +7,11 @@ import pytest
 
 from penstock.core.errors import EngineError, Overloaded, RequestError, Unavailable
 from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaKind, MediaPrompt
-from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.sim.loop.loop import run_virtual
-from penstock.worker.requests.checks import check_request
 from penstock.worker.requests.media import PROMPTS_MAX, MediaExpansions
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
-from tests.unit.worker.requests.test_request_checks import INFO
 
 IMAGE = MediaKind(modality="image", placeholder="", items_max=4)
 PROMPT = MediaPrompt(token_ids=pack_tokens([1, 2]), items=(MediaItem.of("image", b"file"),))
@@ -101,17 +98,6 @@ def test_engines_without_media_refuse_them_by_name():
     run_scenario(scenario, {"w1": ManualEngine()})
 
 
-def test_without_a_worker_it_says_so():
-    async def scenario(dispatcher, cluster, expand):
-        card = dispatcher.models()["tiny"]
-        cluster.kill("w1")
-        await asyncio.sleep(0.1)
-        with pytest.raises(Unavailable, match="none of 0 workers could read"):
-            await dispatcher.expand_media(card, PROMPT)
-
-    run_scenario(scenario, {"w1": SeeingEngine()})
-
-
 def test_prompts_that_wait_are_bounded():
     async def main():
         engine, answers = SeeingEngine(), []
@@ -131,16 +117,3 @@ def test_prompts_that_wait_are_bounded():
         assert answers[-1] == EXPANDED
 
     run_virtual(main())
-
-
-def test_a_worker_checks_what_its_engine_takes():
-    request = Request(
-        request_id="r",
-        model="tiny",
-        token_ids=pack_tokens([1, 2]),
-        sampling=SamplingParams(max_tokens=4),
-        media=PROMPT,
-    )
-    with pytest.raises(RequestError, match=r"the engine of model 'tiny' takes no image; .* such as vllm"):
-        check_request(request, INFO, (), "worker-1")
-    check_request(request, msgspec.structs.replace(INFO, media=(IMAGE,)), (), "worker-1")

@@ -117,19 +117,6 @@ def test_a_prompt_that_waits_is_gone_when_its_client_is(after_s):
     run_scenario(scene, policy="least-loaded")
 
 
-def test_requests_are_held_for_prefill_workers_too():
-    async def scene(cluster, dispatcher, registry):
-        del cluster
-        answers = await ask_beyond_the_threshold(dispatcher)
-        alone = [answer[0] for answer in await asyncio.gather(*answers)]
-        for number in (0, 8):
-            again = await whole_answer(dispatcher, tiny_request(f"b{number}", 300, seed=number))
-            assert again[0] == alone[number]
-        assert registry.get_sample_value("penstock_router_prefills_total", {"place": "remote"}) >= 5
-
-    run_scenario(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
-
-
 @pytest.mark.parametrize(("policy", "is_counted"), [("kv", True), ("least-loaded", False)])
 def test_the_seconds_that_were_compared_are_counted(policy, is_counted):
     async def scene(cluster, dispatcher, registry):
@@ -191,17 +178,6 @@ def test_past_the_bound_prompts_for_prefill_workers_are_refused():
         assert len(refused) < 16
 
     run_scenario(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3, requests_max=8))
-
-
-def test_prompts_held_for_prefill_workers_go_on_when_these_are_gone():
-    async def scene(cluster, dispatcher, registry):
-        del registry
-        answers = await ask_beyond_the_threshold(dispatcher)
-        cluster.kill("p0")
-        cluster.kill("p1")
-        assert all(len(answer[0]) == 20 for answer in await asyncio.gather(*answers))
-
-    run_scenario(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
 
 
 @pytest.mark.slow
