@@ -75,15 +75,6 @@ def test_only_the_last_window_of_a_group_is_loaded_and_the_tokens_are_the_same(h
     assert (after.missing_blocks, after.corrupt_blocks, after.is_off) == (0, 0, False)
 
 
-def test_a_longer_prompt_goes_on_after_what_the_host_has(hybrid, model):
-    first = random_prompt(LENGTH - 100, 200)
-    hybrid.run(first, tokens=TOKENS)
-    second = first + hybrid.emitted[0] + random_prompt(92, 201)
-    evict(hybrid, 210)
-    assert hybrid.run(second, tokens=TOKENS) == [(len(first) + TOKENS - 1) // BLOCK * BLOCK]
-    assert hybrid.emitted == [greedy(model, second, TOKENS)]
-
-
 def test_a_prefix_that_prompts_share_is_held_once_two_had_it(hybrid, model):
     shared = random_prompt(8 * BLOCK, 300)
     prompts = [shared + random_prompt(LENGTH - 8 * BLOCK, 301 + number) for number in range(3)]
@@ -95,6 +86,7 @@ def test_a_prefix_that_prompts_share_is_held_once_two_had_it(hybrid, model):
     assert found == [0, 0, 8 * BLOCK], "the first one kept its windows elsewhere"
 
 
+@pytest.mark.nightly
 def test_corrupt_blocks_are_computed(hybrid, model):
     ids = random_prompt(LENGTH, 600)
     hybrid.run(ids)
@@ -109,26 +101,9 @@ def test_corrupt_blocks_are_computed(hybrid, model):
     assert counts_of(hybrid).missing_blocks > before.missing_blocks
 
 
+@pytest.mark.nightly
 def test_requests_that_are_aborted_with_a_load_under_way_leave_nothing(hybrid, model):
     check_aborts_leave_nothing(hybrid, model, evict)
-
-
-def test_a_killed_worker_is_warm_again_from_its_disk(started, hybrid_of, tmp_path, model):
-    prompts = [random_prompt(LENGTH, seed) for seed in range(700, 704)]
-    expected = [greedy(model, ids, TOKENS) for ids in prompts]
-    spec = hybrid_of(host="1x", disk=f"{tmp_path}/kv:64MiB")
-    first = Indexed(started(spec))
-    for ids, tokens in zip(prompts, expected, strict=True):
-        first.run(ids, tokens=TOKENS)
-        assert first.emitted == [tokens]
-    assert counts_of(first, Tier.DISK).cached_blocks >= 4 * (BLOCKS + NUM_WINDOWS * WINDOW)
-    for process in vllm_processes():
-        process.send_signal(signal.SIGKILL)
-    again = Indexed(started(spec))
-    assert again.run(*prompts, tokens=TOKENS) == [CACHED] * 4
-    assert again.emitted == expected
-    disk = counts_of(again, Tier.DISK)
-    assert (disk.hit_tokens, disk.corrupt_blocks) == (4 * CACHED, 0)
 
 
 def test_workers_load_each_others_windows_from_an_object_store(started, hybrid_of, tmp_path, model):
@@ -164,14 +139,3 @@ def test_workers_load_each_others_windows_from_an_object_store(started, hybrid_o
     again.wait_until(lambda load: load.kv_tiers[0].cached_blocks >= needed)
     assert again.run(*prompts, tokens=TOKENS) == [CACHED] * 3
     assert again.emitted == expected
-
-
-def test_one_table_for_all_layers_gives_the_same(started, hybrid_of, model):
-    indexed = Indexed(started(hybrid_of(host="25x", args={"disable_hybrid_kv_cache_manager": True})))
-    ids = random_prompt(LENGTH, 800)
-    indexed.run(ids)
-    evict(indexed, 810)
-    before = counts_of(indexed)
-    assert indexed.run(ids, tokens=TOKENS) == [CACHED]
-    assert indexed.emitted == [greedy(model, ids, TOKENS)]
-    assert counts_of(indexed).loaded_blocks - before.loaded_blocks == BLOCKS

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.core.errors import ConfigError
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved
 from penstock.core.wire import hash_list
 from penstock.engine.spec import EngineSpec
@@ -17,26 +16,6 @@ BLOCKS = 14
 @pytest.fixture(scope="module")
 def indexed(started: Callable[[EngineSpec], Running], spec_of: Callable[..., EngineSpec]) -> Indexed:
     return Indexed(started(spec_of(kv_blocks=BLOCKS, context_length=256, hash_key=KEY)))
-
-
-def test_the_index_foresees_hits(indexed: Indexed) -> None:
-    ids = prompt(100, 1)
-    assert indexed.run(ids, tokens=40) == [0]
-    assert indexed.known(ids) == 96
-    assert indexed.run(ids) == [96]
-    longer = ids + prompt(30, 2)
-    assert indexed.known(longer) == 96
-    assert indexed.run(longer) == [96]
-    indexed.check()
-
-
-def test_salts_share_nothing(indexed: Indexed) -> None:
-    ids, salt = prompt(80, 3), b"weights|cache_salt=tenant"
-    assert indexed.run(ids, salt=salt) == [0]
-    assert (indexed.known(ids, salt), indexed.known(ids)) == (64, 0)
-    assert indexed.run(ids) == [0]
-    assert indexed.run(ids, salt=salt) == [64]
-    indexed.check()
 
 
 def test_copies_of_a_block_are_gone_with_the_last(indexed: Indexed) -> None:
@@ -95,17 +74,3 @@ def test_nothing_was_left_out(indexed: Indexed) -> None:
     assert not reader.omissions
     assert reader.num_blocks == len(hash_list(indexed.tree.hashes_of(0)))
     assert indexed.running.load().cached_blocks == reader.num_blocks
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("kv_events_config", "kv_events_config: Penstock itself follows"),
-        ("scheduler_cls", "scheduler_cls: Penstock's own scheduler tells"),
-    ],
-)
-def test_what_penstock_sets_itself_is_refused(
-    started: Callable[[EngineSpec], Running], spec_of: Callable[..., EngineSpec], name: str, why: str
-) -> None:
-    with pytest.raises(ConfigError, match=why):
-        started(spec_of(args={name: {}}))

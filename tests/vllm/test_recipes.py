@@ -7,9 +7,8 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from penstock import cli
-from penstock.core.errors import ConfigError
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm.launch.arguments import engine_arguments, typed_arguments
+from penstock.engine.vllm.launch.arguments import typed_arguments
 from penstock.graph import load
 from tests.support.recipes import RECIPES, roles_of
 
@@ -37,10 +36,6 @@ def test_vllm_takes_what_is_rendered(path, capsys) -> None:
             assert getattr(engine, argument) == value
 
 
-def test_there_are_some() -> None:
-    assert len(VLLM) == 2
-
-
 def test_an_argument_that_is_left_out_is_none_by_default() -> None:
     left_out = (
         "max_model_len",
@@ -51,9 +46,3 @@ def test_an_argument_that_is_left_out_is_none_by_default() -> None:
     )
     defaults = {field.name: field.default for field in fields(AsyncEngineArgs)}
     assert {defaults[name] for name in left_out} == {None}
-
-
-def test_a_wrong_argument_would_be_found() -> None:
-    spec = EngineSpec(model="m", block_size=64, device="cuda:0", args={"gpu_memory_utilisation": 0.9})
-    with pytest.raises(ConfigError, match="did you mean 'gpu_memory_utilization'"):
-        typed_arguments(spec, engine_arguments(spec), AsyncEngineArgs)

@@ -6,13 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import openai
 import psutil
 import pytest
-
-TIMEOUT_S = 240.0
 
 
 @pytest.fixture
@@ -83,19 +80,9 @@ def test_it_streams_chats_stops_and_leaves_nothing_behind(serve, model_dir, adap
 
     processes = psutil.Process(process.pid).children(recursive=True)
     assert any("EngineCore" in " ".join(each.cmdline()) for each in processes)
-    started = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
-    assert time.monotonic() - started < 30
     _, alive = psutil.wait_procs(processes, timeout=5)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
     rest = process.stdout.read()
     assert "Traceback" not in "".join(said) + rest
-
-
-def test_a_worker_that_cannot_start_says_why_in_one_line(serve, model_dir):
-    process = serve(model_dir, "--engine-arg", "max_num_sequences=4")
-    output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 2
-    assert "vLLM has no 'max_num_sequences'; did you mean 'max_num_seqs'?" in output
-    assert "Traceback" not in output

@@ -104,17 +104,18 @@ def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
             loads = [await site.load(name) for name in ("prefill-1", "decode-1")]
             return all(load["active_blocks"] == 0 for load in loads)
 
-        await site.until(nothing_is_held, timeout_s=5)
+        await site.until(nothing_is_held)
 
     deploy(alone, role={"engine": "paged"}, timeout_s=120)
     deploy(disaggregated, roles=roles(engine="paged"), router=ALWAYS, timeout_s=120)
 
 
-KILLS = (("decode", 1), ("prefill", 1), ("decode", 4), ("prefill", 4), ("decode", 10))
+KILLS = (("decode", 1), ("prefill", 1), ("decode", 6))
 """Whom, after how many chunks; with the first one blocks may still be fetched, and after some the prefill worker has nothing to do with it."""
 
 
-def test_a_worker_killed_at_any_moment_is_not_noticed(deploy):
+@pytest.mark.parametrize("engine", ["mock", pytest.param("paged", marks=pytest.mark.nightly)])
+def test_a_worker_killed_at_any_moment_is_not_noticed(deploy, engine):
     async def scenario(site):
         for number, (victim, at_chunk) in enumerate(KILLS):
             prompt = f"{number} {PROMPT}"
@@ -133,7 +134,7 @@ def test_a_worker_killed_at_any_moment_is_not_noticed(deploy):
     async def all_back(site):
         return await site.ready_workers() == 4
 
-    deploy(scenario, roles=roles(2, 2, engine="paged"), router=ALWAYS, timeout_s=480)
+    deploy(scenario, roles=roles(2, 2, engine=engine), router=ALWAYS, timeout_s=480)
 
 
 def test_decode_workers_serve_alone_while_there_is_no_prefill_worker(deploy):
@@ -148,21 +149,10 @@ def test_decode_workers_serve_alone_while_there_is_no_prefill_worker(deploy):
 
         await site.until(back)
         before = await metric(site, 'penstock_router_prefills_total{place="remote"}')
-        await asyncio.sleep(0.2)
         assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == expected
         assert await metric(site, 'penstock_router_prefills_total{place="remote"}') == before + 1
 
     deploy(scenario, roles=roles(engine="mock"), router=ALWAYS)
-
-
-def test_workers_that_do_both_take_prompts_over(deploy):
-    async def scenario(site):
-        await site.tell(PROMPT, max_tokens=TOKENS)
-        assert await metric(site, 'penstock_router_prefills_total{place="remote"}') == 1
-        assert (await site.load("worker-1"))["prefilled_tokens"] <= 16, "the rest was fetched"
-
-    each = {"replicas": 1, "engine": "mock"}
-    deploy(scenario, roles={"prefill": each, "aggregated": each}, router=ALWAYS)
 
 
 def test_a_prompt_whose_client_leaves_is_computed_no_further(deploy):
@@ -181,12 +171,12 @@ def test_a_prompt_whose_client_leaves_is_computed_no_further(deploy):
         asking = asyncio.ensure_future(site.tell(long, max_tokens=TOKENS))
         await site.until(begun)
         asking.cancel()
-        await site.until(free, timeout_s=5)
+        await site.until(free)
         computed = (await site.load("prefill-1"))["prefilled_tokens"]
         assert [(await site.load(name))["generated_tokens"] for name in names] == [0, 0]
         _, usage = await site.tell(long, max_tokens=2)
         assert computed < usage.prompt_tokens, "nobody waited for the rest"
 
-    chunked = {"engine": "paged", "max_batch_tokens": 32}
+    chunked = {"engine": "mock", "max_batch_tokens": 32}
     kv_transfer = {"kv_transfer": {"pin_ttl_s": 600}}
     deploy(scenario, roles=roles(**chunked), router=ALWAYS, worker=kv_transfer, timeout_s=120)

@@ -9,7 +9,7 @@ TOKENS = 24
 ROLE = {"replicas": 1, "engine": "paged", "max_batch_tokens": 64, "weight_dtype": "float32"}
 
 
-@pytest.mark.parametrize("stream_kv", [True, False])
+@pytest.mark.parametrize("stream_kv", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_answers_are_those_of_one_worker_and_nixl_moved_all_blocks(deploy, one_worker, stream_kv):
     prompts = [f"{number} {PROMPT}" for number in range(3)]
     whole = []

@@ -75,6 +75,17 @@ def test_greedy_text_is_the_models_also_when_its_server_is_killed(deploy, gguf):
             again = await site.client.completions.create(**asked, extra_body={"ignore_eos": True})
             assert again.usage.prompt_tokens_details.cached_tokens > 0, "llama.cpp says what it had cached"
 
+            told = (
+                (await site.client.completions.create(**asked | {"max_tokens": 4}, logprobs=2))
+                .choices[0]
+                .logprobs
+            )
+            assert all(value <= 0 for value in told.token_logprobs)
+            body = asked | {"min_tokens": 2}
+            async with site.http.post(f"{site.url}/v1/completions", json=body) as response:
+                assert response.status == 400
+                assert "llama.cpp has no such field" in (await response.json())["error"]["message"]
+
             text, count = "", 0
             stream = await site.client.completions.create(
                 **asked, stream=True, extra_body={"ignore_eos": True}
@@ -86,21 +97,5 @@ def test_greedy_text_is_the_models_also_when_its_server_is_killed(deploy, gguf):
                     (busy,) = [w for w in (await site.workers()).values() if w["open_requests"]]
                     list(servers.values())[int(busy["name"].removeprefix("worker-")) - 1].kill()
             assert text == expected
-
-        deploy(scenario, roles=roles(servers))
-
-
-def test_logprobs_and_refusals(deploy, gguf):
-    with running(gguf, 1) as servers:
-
-        async def scenario(site):
-            asked = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 4, "temperature": 0.0}
-            answer = await site.client.completions.create(**asked, logprobs=2)
-            assert len(answer.choices[0].logprobs.token_logprobs) == answer.usage.completion_tokens
-            assert all(value <= 0 for value in answer.choices[0].logprobs.token_logprobs)
-            body = asked | {"min_tokens": 2}
-            async with site.http.post(f"{site.url}/v1/completions", json=body) as response:
-                assert response.status == 400
-                assert "llama.cpp has no such field" in (await response.json())["error"]["message"]
 
         deploy(scenario, roles=roles(servers))

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -84,9 +83,7 @@ def test_an_engine_that_does_not_close_ends_all_the_same(broken, engine):
         assert (await site.tell("say something", max_tokens=5))[0]
         said.append(site.said)
 
-    started = time.monotonic()
     broken(scenario, engine, supervision={"close_timeout_s": 1.0, "spare_processes": 0})
-    assert time.monotonic() - started < 25
     stopped = "worker-1 stopped killed as its engine did not close within 1 s (supervision.close_timeout_s)"
     assert stopped in said[0]
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import msgspec.structs
 import numpy as np
 import pytest
-from hypothesis import Phase, event, settings
+from hypothesis import event
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
@@ -29,9 +29,11 @@ from tests.properties.engine.test_scheduler_machine import (
     BLOCK_SIZE,
     EOS,
     LIMITS,
+    LONG_LIVES,
     NUM_BLOCKS,
     VOCAB,
     SchedulerMachine,
+    check_that_a_bug_is_found,
     configs,
 )
 from tests.properties.engine.test_tiered_scheduler_machine import CellTier, TieredSchedulerMachine, Timers
@@ -286,9 +288,7 @@ class GroupedTieredMachine(Grouped, TieredSchedulerMachine):
 
 
 for machine in (GroupedSchedulerMachine, GroupedTieredMachine):
-    machine.TestCase.settings = settings(
-        max_examples=2 * settings.default.max_examples, stateful_step_count=40
-    )
+    machine.TestCase.settings = LONG_LIVES
 TestGroupedSchedulerMachine = GroupedSchedulerMachine.TestCase
 TestGroupedTieredMachine = GroupedTieredMachine.TestCase
 
@@ -343,14 +343,4 @@ def without_the_last_window(self, block_hashes):
 )
 def test_a_planted_bug_of_transfers_is_found(monkeypatch, owner, name, bug):
     monkeypatch.setattr(owner, name, bug)
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(
-            GroupedSchedulerMachine,
-            settings=settings(
-                max_examples=300,
-                stateful_step_count=40,
-                deadline=None,
-                database=None,
-                phases=(Phase.generate,),
-            ),
-        )
+    check_that_a_bug_is_found(GroupedSchedulerMachine)

@@ -7,9 +7,17 @@ reads, so that a block shared, freed or overwritten too early shows.
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import event, settings
+import pytest
+from hypothesis import Phase, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from penstock.core.errors import EngineError, Overloaded
 from penstock.core.hashing import block_hashes
@@ -352,7 +360,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=2 * settings.default.max_examples, stateful_step_count=40
-)
+LONG_LIVES = settings(max_examples=max(20, settings.default.max_examples // 2), stateful_step_count=40)
+
+
+def check_that_a_bug_is_found(machine):
+    """Run a machine while a bug is planted."""
+    phases = (Phase.generate,)
+    of_bugs = settings(max_examples=300, stateful_step_count=40, deadline=None, database=None, phases=phases)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(machine, settings=of_bugs)
+
+
+SchedulerMachine.TestCase.settings = LONG_LIVES
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -3,7 +3,7 @@
 Whatever sessions keep must stay resident and unwritten, within the quota, and must not keep any request from its end.
 """
 
-from hypothesis import event, settings
+from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from penstock.kv.sessions.sessions import Sessions
 from tests.properties.engine.test_scheduler_machine import (
     EOS,
     LIMITS,
+    LONG_LIVES,
     NUM_BLOCKS,
     VOCAB,
     SchedulerMachine,
@@ -135,7 +136,5 @@ class SessionSchedulerMachine(SchedulerMachine):
             )
 
 
-SessionSchedulerMachine.TestCase.settings = settings(
-    max_examples=2 * settings.default.max_examples, stateful_step_count=40
-)
+SessionSchedulerMachine.TestCase.settings = LONG_LIVES
 TestSessionSchedulerMachine = SessionSchedulerMachine.TestCase

@@ -7,9 +7,9 @@ or was loaded for another prefix shows as KV of another prefix.
 from dataclasses import replace
 
 import pytest
-from hypothesis import Phase, event, settings
+from hypothesis import event
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 
 from penstock.core.hashing import block_hashes
 from penstock.core.types.requests import Request, SamplingParams
@@ -18,7 +18,15 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.manager.loader import Arrival, Loader
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.shared_loads import SharedLoad
-from tests.properties.engine.test_scheduler_machine import BLOCK_SIZE, EOS, LIMITS, VOCAB, configs
+from tests.properties.engine.test_scheduler_machine import (
+    BLOCK_SIZE,
+    EOS,
+    LIMITS,
+    LONG_LIVES,
+    VOCAB,
+    check_that_a_bug_is_found,
+    configs,
+)
 from tests.properties.engine.test_tiered_scheduler_machine import (
     CellTier,
     TieredSchedulerMachine,
@@ -90,7 +98,7 @@ class SharedLoadsMachine(TieredSchedulerMachine):
             event("waited for one load" if self.joined else "each for itself")
 
 
-SharedLoadsMachine.TestCase.settings = settings(stateful_step_count=40)
+SharedLoadsMachine.TestCase.settings = LONG_LIVES
 TestSharedLoadsMachine = SharedLoadsMachine.TestCase
 
 
@@ -144,14 +152,4 @@ def bringing_whatever_comes_there(self, hashes, num_before):
 )
 def test_a_planted_bug_is_found(monkeypatch, owner, name, bug):
     monkeypatch.setattr(owner, name, bug)
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(
-            SharedLoadsMachine,
-            settings=settings(
-                max_examples=300,
-                stateful_step_count=40,
-                deadline=None,
-                database=None,
-                phases=(Phase.generate,),
-            ),
-        )
+    check_that_a_bug_is_found(SharedLoadsMachine)

@@ -4,7 +4,7 @@ A copy moves its bytes when it ends, and a load scribbles over its targets until
 owner, or a source that was reused, shows as KV of another prefix.
 """
 
-from hypothesis import event, settings
+from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -15,6 +15,7 @@ from penstock.seams.kv import OffloadPolicy
 from tests.properties.engine.test_scheduler_machine import (
     EOS,
     LIMITS,
+    LONG_LIVES,
     NUM_BLOCKS,
     SchedulerMachine,
     configs,
@@ -229,7 +230,5 @@ class TieredSchedulerMachine(SchedulerMachine):
             )
 
 
-TieredSchedulerMachine.TestCase.settings = settings(
-    max_examples=2 * settings.default.max_examples, stateful_step_count=40
-)
+TieredSchedulerMachine.TestCase.settings = LONG_LIVES
 TestTieredSchedulerMachine = TieredSchedulerMachine.TestCase

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from penstock.core.errors import EngineError, Overloaded, RequestError, Unavailable
+from penstock.core.errors import EngineError, Overloaded, RequestError
 from penstock.core.types.requests import FinishReason
 from penstock.engine import preparations
 from penstock.engine.batched import BatchedEngine
@@ -13,7 +13,7 @@ from penstock.engine.runner import RunnerInfo, ThreadedRunner
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.sequences import Sampled
 from penstock.testing.engines.probe import EngineProbe, make_request
-from penstock.testing.loop import run_async
+from tests.support.run_by import in_loop
 
 SHAPE = RunnerInfo(num_blocks=32, block_size=4, context_length=64, vocab_size=50)
 
@@ -52,104 +52,72 @@ def engine(runner, **config):
     return BatchedEngine(ThreadedRunner(runner), SchedulerConfig(**config))
 
 
-def test_a_failed_step_ends_its_requests_and_the_engine_goes_on():
-    async def main():
-        runner = Counting()
-        async with EngineProbe(engine(runner)) as probe:
-            runner.failures = 2
-            for number in range(2):
-                (answer,) = await probe.run(make_request(f"bad{number}", [1, 2, 3]))
-                assert answer.finish_reason is FinishReason.ERROR
-                assert answer.error.code == "step_failed"
-                assert "RuntimeError: the device fell over" in answer.error.message
-            (answer,) = await probe.run(make_request("good", [1, 2, 3], max_tokens=3))
-            assert answer.token_ids == [1, 1, 1]
-            runner.failures = 2  # the good steps between start the count again
-            await probe.run(make_request("bad2", [1, 2, 3]))
-            await probe.run(make_request("bad3", [1, 2, 3]))
-            probe.engine.scheduler.check()
-
-    run_async(main())
+@in_loop
+async def test_a_failed_step_ends_its_requests_and_the_engine_goes_on():
+    runner = Counting()
+    async with EngineProbe(engine(runner)) as probe:
+        runner.failures = 2
+        for number in range(2):
+            (answer,) = await probe.run(make_request(f"bad{number}", [1, 2, 3]))
+            assert answer.finish_reason is FinishReason.ERROR
+            assert answer.error.code == "step_failed"
+            assert "RuntimeError: the device fell over" in answer.error.message
+        (answer,) = await probe.run(make_request("good", [1, 2, 3], max_tokens=3))
+        assert answer.token_ids == [1, 1, 1]
+        runner.failures = 2  # the good steps between start the count again
+        await probe.run(make_request("bad2", [1, 2, 3]))
+        await probe.run(make_request("bad3", [1, 2, 3]))
+        probe.engine.scheduler.check()
 
 
-def test_failures_in_a_row_that_no_request_was_in_all_of_end_the_engine():
-    async def main():
-        runner = Counting()
-        async with EngineProbe(engine(runner, failed_steps_max=2)) as probe:
-            runner.failures = 9
-            await probe.run(make_request("a", [1, 2, 3]))
-            probe.submit(make_request("b", [1, 2, 3]))
-            with pytest.raises(EngineError, match="2 steps in a row failed"):
-                await probe.step()
-
-    run_async(main())
-
-
-def test_a_request_that_fails_again_and_again_does_not_end_the_engine():
-    async def main():
-        runner = Counting()
-        async with EngineProbe(engine(runner, failed_steps_max=2)) as probe:
-            runner.failures = 4
-            for number in range(4):  # each time beside another one
-                probe.submit(make_request(f"other{number}", [1, 2]))
-                (answer,) = await probe.run(make_request("bad", [1, 2, 3]))
-                assert answer.error.code == "step_failed"
-            runner.failures = 1
-            with pytest.raises(EngineError, match="5 steps in a row failed"):
-                await probe.run(make_request("b", [1, 2, 3]))
-
-    run_async(main())
+@in_loop
+async def test_a_request_that_fails_again_and_again_does_not_end_the_engine():
+    runner = Counting()
+    async with EngineProbe(engine(runner, failed_steps_max=2)) as probe:
+        runner.failures = 4
+        for number in range(4):  # each time beside another one
+            probe.submit(make_request(f"other{number}", [1, 2]))
+            (answer,) = await probe.run(make_request("bad", [1, 2, 3]))
+            assert answer.error.code == "step_failed"
+        runner.failures = 1
+        with pytest.raises(EngineError, match="5 steps in a row failed"):
+            await probe.run(make_request("b", [1, 2, 3]))
 
 
-def test_the_first_step_of_each_request_is_announced_before_it_runs():
-    async def main():
-        runner = Counting()
-        told = []
-        probe = EngineProbe(engine(runner, max_batch_tokens=4, max_running_requests=2))
-        probe.engine.announce(lambda ids: told.append((*ids, len(runner.steps))))
-        async with probe:
-            for name, tokens in (("a", [1] * 6), ("b", [2] * 3), ("c", [3])):
-                probe.submit(make_request(name, tokens, max_tokens=2))
-            while len(told) < 3:
-                await probe.step()
-        assert [ids for *ids, _ in told] == [["a"], ["b"], ["c"]]
-        assert [runner.steps[before] for *_, before in told] == [1, 2, 2]
-
-    run_async(main())
+@in_loop
+async def test_the_first_step_of_each_request_is_announced_before_it_runs():
+    runner = Counting()
+    told = []
+    probe = EngineProbe(engine(runner, max_batch_tokens=4, max_running_requests=2))
+    probe.engine.announce(lambda ids: told.append((*ids, len(runner.steps))))
+    async with probe:
+        for name, tokens in (("a", [1] * 6), ("b", [2] * 3), ("c", [3])):
+            probe.submit(make_request(name, tokens, max_tokens=2))
+        while len(told) < 3:
+            await probe.step()
+    assert [ids for *ids, _ in told] == [["a"], ["b"], ["c"]]
+    assert [runner.steps[before] for *_, before in told] == [1, 2, 2]
 
 
-def test_the_loop_runs_while_a_step_computes_and_close_waits_for_it():
-    async def main():
-        runner = Counting()
-        runner.gate = threading.Event()
-        probe = EngineProbe(engine(runner))
-        async with probe, asyncio.TaskGroup() as group:
-            probe.submit(make_request("a", [1, 2, 3]))
-            stepping = group.create_task(probe.step())
-            await asyncio.sleep(0.01)
-            with pytest.raises(AssertionError, match="under way"):
-                probe.engine.scheduler.check_between_steps()
-            closing = group.create_task(probe.engine.close())
-            await asyncio.sleep(0.01)
-            assert not stepping.done()
-            assert not closing.done()
-            runner.gate.set()
-        assert stepping.done()
-        assert len(runner.threads) == 1
-        assert threading.get_ident() not in runner.threads
-
-    run_async(main())
-
-
-def test_nothing_is_taken_after_close():
-    async def main():
-        async with EngineProbe(engine(Counting())) as probe:
-            await probe.engine.close()
-            with pytest.raises(Unavailable, match="closed"):
-                probe.engine.submit(make_request("a", [1]))
-            assert [step async for step in probe.engine.steps()] == []
-
-    run_async(main())
+@in_loop
+async def test_the_loop_runs_while_a_step_computes_and_close_waits_for_it():
+    runner = Counting()
+    runner.gate = threading.Event()
+    probe = EngineProbe(engine(runner))
+    async with probe, asyncio.TaskGroup() as group:
+        probe.submit(make_request("a", [1, 2, 3]))
+        stepping = group.create_task(probe.step())
+        await asyncio.sleep(0.01)
+        with pytest.raises(AssertionError, match="under way"):
+            probe.engine.scheduler.check_between_steps()
+        closing = group.create_task(probe.engine.close())
+        await asyncio.sleep(0.01)
+        assert not stepping.done()
+        assert not closing.done()
+        runner.gate.set()
+    assert stepping.done()
+    assert len(runner.threads) == 1
+    assert threading.get_ident() not in runner.threads
 
 
 def constrained(name, structured):
@@ -176,51 +144,46 @@ class Compiling:
         self.compiled.add(request.sampling.structured)
 
 
-def test_constrained_requests_are_prepared_beside_the_batch():
-    async def main():
-        preparer = Compiling()
-        preparing = BatchedEngine(
-            ThreadedRunner(Counting()), SchedulerConfig(max_waiting_requests=3), preparer=preparer
-        )
-        async with EngineProbe(preparing) as probe:
-            for name, structured in (("good", b"good"), ("bad", b"bad"), ("dropped", b"good")):
-                probe.submit(constrained(name, structured))
-            assert preparing.load().waiting_requests == 3
-            with pytest.raises(Overloaded, match="3 requests wait for their grammar"):
-                probe.submit(constrained("more", b"good"))
-            with pytest.raises(RequestError, match="under way already"):
-                preparing.submit(constrained("bad", b"bad"))
-            probe.submit(make_request("free", [1, 2, 3], max_tokens=2))
-            while probe.answers["free"].finish_reason is None:
-                await probe.step()
-            assert probe.answers["free"].token_ids == [1, 1]  # while the others are compiled
-            probe.abort("dropped")
-            preparer.gate.set()
-            await probe.finish()
-            bad, good = probe.answers["bad"], probe.answers["good"]
-            assert bad.error.code == "invalid_request_error"
-            assert bad.error.param == "response_format"
-            assert good.token_ids == [1, 1]
-            (again,) = await probe.run(constrained("again", b"good"))
-            assert again.token_ids == [1, 1]
-            (worse,) = await probe.run(constrained("worse", b"worse"))
-            assert worse.error.code == "engine_error"
-            assert preparing.load().waiting_requests == 0
-
-    run_async(main())
+@in_loop
+async def test_constrained_requests_are_prepared_beside_the_batch():
+    preparer = Compiling()
+    preparing = BatchedEngine(
+        ThreadedRunner(Counting()), SchedulerConfig(max_waiting_requests=3), preparer=preparer
+    )
+    async with EngineProbe(preparing) as probe:
+        for name, structured in (("good", b"good"), ("bad", b"bad"), ("dropped", b"good")):
+            probe.submit(constrained(name, structured))
+        assert preparing.load().waiting_requests == 3
+        with pytest.raises(Overloaded, match="3 requests wait for their grammar"):
+            probe.submit(constrained("more", b"good"))
+        with pytest.raises(RequestError, match="under way already"):
+            preparing.submit(constrained("bad", b"bad"))
+        probe.submit(make_request("free", [1, 2, 3], max_tokens=2))
+        while probe.answers["free"].finish_reason is None:
+            await probe.step()
+        assert probe.answers["free"].token_ids == [1, 1]  # while the others are compiled
+        probe.abort("dropped")
+        preparer.gate.set()
+        await probe.finish()
+        bad, good = probe.answers["bad"], probe.answers["good"]
+        assert bad.error.code == "invalid_request_error"
+        assert bad.error.param == "response_format"
+        assert good.token_ids == [1, 1]
+        (again,) = await probe.run(constrained("again", b"good"))
+        assert again.token_ids == [1, 1]
+        (worse,) = await probe.run(constrained("worse", b"worse"))
+        assert worse.error.code == "engine_error"
+        assert preparing.load().waiting_requests == 0
 
 
-def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):
+@in_loop
+async def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):
     monkeypatch.setattr(preparations, "TIMEOUT_S", 0.0)
-
-    async def main():
-        preparer = Compiling()
-        async with EngineProbe(BatchedEngine(ThreadedRunner(Counting()), preparer=preparer)) as probe:
-            (late,) = await probe.run(constrained("late", b"good"))
-            assert "was not compiled within 0 s" in late.error.message
-            assert late.error.http_status == 400
-            preparer.gate.set()
-            (free,) = await probe.run(make_request("free", [1, 2, 3], max_tokens=1))
-            assert free.token_ids == [1]
-
-    run_async(main())
+    preparer = Compiling()
+    async with EngineProbe(BatchedEngine(ThreadedRunner(Counting()), preparer=preparer)) as probe:
+        (late,) = await probe.run(constrained("late", b"good"))
+        assert "was not compiled within 0 s" in late.error.message
+        assert late.error.http_status == 400
+        preparer.gate.set()
+        (free,) = await probe.run(make_request("free", [1, 2, 3], max_tokens=1))
+        assert free.token_ids == [1]

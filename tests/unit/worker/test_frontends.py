@@ -32,18 +32,6 @@ def two(now_s=lambda: 0.0):
     return frontends, frontends.connect(object()), frontends.connect(object())
 
 
-def test_each_frontend_is_told_of_the_others_requests_and_not_of_its_own():
-    frontends, first, second = two()
-    frontends.take(make_request("a", prompt=100, cached=80), first)
-    # 20 tokens to compute, each attends to 80 cached ones and to those up to itself: 20 * 80 + 20 * 21 / 2
-    assert told(frontends, second) == (1, 20, 1810, 1)
-    assert told(frontends, first) == (0, 0, 0, 0)
-    frontends.take(make_request("b", prompt=10), second)
-    assert told(frontends, second) == (1, 20, 1810, 1)
-    assert told(frontends, first) == (1, 10, 55, 1)
-    frontends.check()
-
-
 def test_the_first_token_ends_the_prefill_and_the_end_the_request():
     frontends, first, second = two()
     running = frontends.take(make_request("a"), first)

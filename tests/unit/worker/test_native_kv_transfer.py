@@ -9,6 +9,7 @@ from tests.support.cluster import MemoryCluster, memory_transport
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
 from tests.support.kv_transfer_scene import ALWAYS
 from tests.support.native_engine import NativeEngine
+from tests.support.run_by import run_by
 
 
 def run(scene, *, decode=None, early=False):
@@ -53,31 +54,18 @@ def test_the_decode_worker_gets_the_payload_and_samples_every_token(early):
     run(scene, early=early)
 
 
-def test_an_answer_of_one_token_needs_no_transfer():
-    async def scene(_, dispatcher, engines, __):
-        tokens, *_ = await whole_answer(dispatcher, tiny_request("a", max_tokens=1))
-        assert len(tokens) == 1
-        assert engines["d0"].loads == []
-
-    run(scene)
+@run_by(run, decode=lambda table: NativeEngine(table, kind="native-2"))
+async def test_engines_of_other_kinds_are_not_paired(cluster, dispatcher, engines, table):
+    tokens, *_ = await whole_answer(dispatcher, tiny_request("a"))
+    assert len(tokens) == 20
+    assert engines["d0"].loads == [], "the decode worker answers alone"
 
 
-def test_engines_of_other_kinds_are_not_paired():
-    async def scene(_, dispatcher, engines, __):
-        tokens, *_ = await whole_answer(dispatcher, tiny_request("a"))
-        assert len(tokens) == 20
-        assert engines["d0"].loads == [], "the decode worker answers alone"
-
-    run(scene, decode=lambda table: NativeEngine(table, kind="native-2"))
-
-
-def test_roles_may_change():
-    async def scene(cluster, dispatcher, engines, __):
-        await dispatcher.change_role("p0", Role.AGGREGATED)
-        await whole_answer(dispatcher, tiny_request("a"))
-        await dispatcher.change_role("p0", Role.PREFILL)
-        await whole_answer(dispatcher, tiny_request("b"))
-        assert engines["d0"].loads == [b"b"]
-        assert cluster.worker("p0").instance.role is Role.PREFILL
-
-    run(scene)
+@run_by(run)
+async def test_roles_may_change(cluster, dispatcher, engines, table):
+    await dispatcher.change_role("p0", Role.AGGREGATED)
+    await whole_answer(dispatcher, tiny_request("a"))
+    await dispatcher.change_role("p0", Role.PREFILL)
+    await whole_answer(dispatcher, tiny_request("b"))
+    assert engines["d0"].loads == [b"b"]
+    assert cluster.worker("p0").instance.role is Role.PREFILL

@@ -8,9 +8,9 @@ from penstock.core.errors import EngineError, RequestError, Unavailable, WorkerL
 from penstock.core.types.instances import InstanceState, Role
 from penstock.core.wire import unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.worker.config import WorkerConfig
 from tests.support import kv_transfer_scene
 from tests.support.kv_transfer import PRICES, connect_late, tiny_engine, tiny_request, whole_answer
+from tests.support.run_by import run_by
 
 
 def run_scenario(scene, names=("p0", "d0"), *, engine=tiny_engine, **options):
@@ -21,85 +21,50 @@ def prefilled(cluster, name):
     return cluster.engine(name).load().prefilled_tokens
 
 
-def test_a_prefill_worker_decodes_and_prefills_again():
-    async def scene(cluster, dispatcher):
-        alone = await whole_answer(dispatcher, tiny_request("a"))
-        changed = await dispatcher.change_role("p0", Role.DECODE)
-        assert (changed.before, changed.role) == (Role.PREFILL, Role.DECODE)
-        assert cluster.worker("p0").instance.role is Role.DECODE
-        before = prefilled(cluster, "p0") + prefilled(cluster, "d0")
-        for number in range(4):  # whole ones, each where fewer are
-            assert await whole_answer(dispatcher, tiny_request(f"b{number}", seed=number)) is not None
-        assert prefilled(cluster, "p0") + prefilled(cluster, "d0") - before >= 3 * 48
-        await dispatcher.change_role("p0", Role.PREFILL)
-        d0 = prefilled(cluster, "d0")
-        assert (await whole_answer(dispatcher, tiny_request("c", seed=9)))[1] is not None
-        assert prefilled(cluster, "d0") - d0 == 1, "prompts come from the prefill worker again"
-        assert (await whole_answer(dispatcher, tiny_request("d")))[0] == alone[0]
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_a_prefill_worker_decodes_and_prefills_again(cluster, dispatcher):
+    alone = await whole_answer(dispatcher, tiny_request("a"))
+    changed = await dispatcher.change_role("p0", Role.DECODE)
+    assert (changed.before, changed.role) == (Role.PREFILL, Role.DECODE)
+    assert cluster.worker("p0").instance.role is Role.DECODE
+    before = prefilled(cluster, "p0") + prefilled(cluster, "d0")
+    for number in range(4):  # whole ones, each where fewer are
+        assert await whole_answer(dispatcher, tiny_request(f"b{number}", seed=number)) is not None
+    assert prefilled(cluster, "p0") + prefilled(cluster, "d0") - before >= 3 * 48
+    await dispatcher.change_role("p0", Role.PREFILL)
+    d0 = prefilled(cluster, "d0")
+    assert (await whole_answer(dispatcher, tiny_request("c", seed=9)))[1] is not None
+    assert prefilled(cluster, "d0") - d0 == 1, "prompts come from the prefill worker again"
+    assert (await whole_answer(dispatcher, tiny_request("d")))[0] == alone[0]
 
 
-def test_workers_of_a_deployment_without_roles_begin_to_transfer_kv():
-    async def scene(cluster, dispatcher):
-        expected = await whole_answer(dispatcher, tiny_request("a"))
-        await dispatcher.change_role("a0", Role.PREFILL)
-        assert await whole_answer(dispatcher, tiny_request("b", seed=1))
-        assert prefilled(cluster, "a1") <= 3 + 50
-        assert cluster.worker("a1").kv_transfer.incoming.fetched_blocks == 12, (
-            "who never was told has begun by itself"
-        )
-        await dispatcher.change_role("a0", Role.AGGREGATED)
-        assert (await whole_answer(dispatcher, tiny_request("c")))[0] == expected[0]
-
-    run_scenario(scene, ("a0", "a1"))
-
-
-def test_what_is_under_way_is_finished_first():
-    async def scene(cluster, dispatcher):
-        async with dispatcher.open(tiny_request("a", max_tokens=100)) as stream:
-            await anext(stream)
-            await anext(stream)
-            worker = dispatcher.explain("a")[-1].worker
-            change = asyncio.ensure_future(dispatcher.change_role(worker, Role.PREFILL))
-            await asyncio.sleep(0.3)
-            assert not change.done()
-            assert cluster.worker(worker).instance.state is InstanceState.DRAINING
-            async for _ in stream:
-                pass
-        assert stream.migrations == 0
-        assert (await change).role is Role.PREFILL
-
-    run_scenario(scene, ("p0", "d0", "d1"))
+@run_by(run_scenario, ("p0", "d0", "d1"))
+async def test_what_is_under_way_is_finished_first(cluster, dispatcher):
+    async with dispatcher.open(tiny_request("a", max_tokens=100)) as stream:
+        await anext(stream)
+        await anext(stream)
+        worker = dispatcher.explain("a")[-1].worker
+        change = asyncio.ensure_future(dispatcher.change_role(worker, Role.PREFILL))
+        await asyncio.sleep(0.3)
+        assert not change.done()
+        assert cluster.worker(worker).instance.state is InstanceState.DRAINING
+        async for _ in stream:
+            pass
+    assert stream.migrations == 0
+    assert (await change).role is Role.PREFILL
 
 
-def test_prompts_that_wait_at_a_prefill_worker_go_elsewhere_too():
-    async def scene(_, dispatcher):
-        expected = [(await whole_answer(dispatcher, tiny_request(f"a{n}", 300, seed=n)))[0] for n in range(6)]
-        answers = [
-            asyncio.ensure_future(whole_answer(dispatcher, tiny_request(f"b{n}", 300, seed=n)))
-            for n in range(6)
-        ]
-        await asyncio.sleep(0.01)
+@run_by(run_scenario)
+async def test_offers_outlive_the_change(cluster, dispatcher):
+    connect_late(cluster.worker("d0"), 2)
+    async with dispatcher.open(tiny_request("a", 300)) as stream:
+        await anext(stream)
+        assert len(cluster.worker("p0").kv_transfer.exports) == 1
         await dispatcher.change_role("p0", Role.DECODE)
-        assert [(await answer)[0] for answer in answers] == expected
-
-    run_scenario(scene, config=WorkerConfig(drain_timeout_s=0.0, drain_notice_s=0.0))
-
-
-def test_offers_outlive_the_change():
-    async def scene(cluster, dispatcher):
-        connect_late(cluster.worker("d0"), 2)
-        async with dispatcher.open(tiny_request("a", 300)) as stream:
-            await anext(stream)
-            assert len(cluster.worker("p0").kv_transfer.exports) == 1
-            await dispatcher.change_role("p0", Role.DECODE)
-            assert len(cluster.worker("p0").kv_transfer.exports) == 1
-            async for _ in stream:
-                pass
-        assert cluster.worker("d0").kv_transfer.incoming.fetched_blocks == 75
-
-    run_scenario(scene)
+        assert len(cluster.worker("p0").kv_transfer.exports) == 1
+        async for _ in stream:
+            pass
+    assert cluster.worker("d0").kv_transfer.incoming.fetched_blocks == 75
 
 
 @pytest.mark.parametrize(
@@ -121,67 +86,59 @@ def test_refusals(names, worker, role, status, why):
     run_scenario(scene, names, transport=lambda: None)
 
 
-def test_a_prefill_worker_whose_kv_would_end_answers_sooner():
-    async def scene(cluster, dispatcher):
-        await cluster.start("p1", tiny_engine(60), role=Role.PREFILL, prices=PRICES)
-        await asyncio.sleep(0.1)
-        with pytest.raises(
-            RequestError, match="p1 holds at most 240 tokens of a request and others that answer 400"
-        ):
-            await dispatcher.change_role("p1", Role.DECODE)
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_a_prefill_worker_whose_kv_would_end_answers_sooner(cluster, dispatcher):
+    await cluster.start("p1", tiny_engine(60), role=Role.PREFILL, prices=PRICES)
+    await asyncio.sleep(0.1)
+    with pytest.raises(
+        RequestError, match="p1 holds at most 240 tokens of a request and others that answer 400"
+    ):
+        await dispatcher.change_role("p1", Role.DECODE)
 
 
-def test_one_change_at_a_time():
-    async def scene(cluster, dispatcher):
-        first = asyncio.ensure_future(dispatcher.change_role("d0", Role.AGGREGATED))
-        await asyncio.sleep(0.01)
-        with pytest.raises(RequestError, match="is becoming aggregated already"):
-            await dispatcher.change_role("d0", Role.AGGREGATED)
-        other = asyncio.ensure_future(dispatcher.change_role("d1", Role.PREFILL))
-        await asyncio.sleep(0.01)
-        with pytest.raises(RequestError, match="last worker that answers"):
-            await dispatcher.change_role("d2", Role.PREFILL)
-        await first
-        await other
+@run_by(run_scenario, ("p0", "d0", "d1", "d2"))
+async def test_one_change_at_a_time(cluster, dispatcher):
+    first = asyncio.ensure_future(dispatcher.change_role("d0", Role.AGGREGATED))
+    await asyncio.sleep(0.01)
+    with pytest.raises(RequestError, match="is becoming aggregated already"):
+        await dispatcher.change_role("d0", Role.AGGREGATED)
+    other = asyncio.ensure_future(dispatcher.change_role("d1", Role.PREFILL))
+    await asyncio.sleep(0.01)
+    with pytest.raises(RequestError, match="last worker that answers"):
         await dispatcher.change_role("d2", Role.PREFILL)
-        assert cluster.worker("d2").instance.role is Role.PREFILL
-
-    run_scenario(scene, ("p0", "d0", "d1", "d2"))
+    await first
+    await other
+    await dispatcher.change_role("d2", Role.PREFILL)
+    assert cluster.worker("d2").instance.role is Role.PREFILL
 
 
 @pytest.mark.parametrize(
     ("how", "error"), [("stop", Unavailable), ("kill", WorkerLost), ("die", Unavailable)]
 )
-def test_a_worker_that_stops_or_dies_meanwhile(how, error):
-    async def scene(cluster, dispatcher):
-        change = asyncio.ensure_future(dispatcher.change_role("d0", Role.AGGREGATED))
-        await asyncio.sleep(0.01)
-        if how == "stop":
-            cluster.worker("d0").stop()
-        elif how == "kill":
-            cluster.kill("d0")
-        else:
-            await cluster.engine("d0").close()
-        with pytest.raises(error):
-            await change
-        await asyncio.sleep(1)
-        assert isinstance(cluster.errors.get("d0"), EngineError) is (how == "die")
-
-    run_scenario(scene, ("p0", "d0", "d1"))
+@run_by(run_scenario, ("p0", "d0", "d1"))
+async def test_a_worker_that_stops_or_dies_meanwhile(cluster, dispatcher, *, how, error):
+    change = asyncio.ensure_future(dispatcher.change_role("d0", Role.AGGREGATED))
+    await asyncio.sleep(0.01)
+    if how == "stop":
+        cluster.worker("d0").stop()
+    elif how == "kill":
+        cluster.kill("d0")
+    else:
+        await cluster.engine("d0").close()
+    with pytest.raises(error):
+        await change
+    await asyncio.sleep(1)
+    assert isinstance(cluster.errors.get("d0"), EngineError) is (how == "die")
 
 
-def test_who_asked_may_go_and_the_change_goes_on():
-    async def scene(cluster, dispatcher):
-        change = asyncio.ensure_future(dispatcher.change_role("p0", Role.DECODE))
-        await asyncio.sleep(0.01)
-        change.cancel()
-        await asyncio.sleep(1)
-        assert cluster.worker("p0").instance.role is Role.DECODE
-        assert cluster.worker("p0").instance.state is InstanceState.READY
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_who_asked_may_go_and_the_change_goes_on(cluster, dispatcher):
+    change = asyncio.ensure_future(dispatcher.change_role("p0", Role.DECODE))
+    await asyncio.sleep(0.01)
+    change.cancel()
+    await asyncio.sleep(1)
+    assert cluster.worker("p0").instance.role is Role.DECODE
+    assert cluster.worker("p0").instance.state is InstanceState.READY
 
 
 def test_routers_hear_of_what_the_worker_takes_on_in_its_new_role():
@@ -201,16 +158,14 @@ def test_routers_hear_of_what_the_worker_takes_on_in_its_new_role():
     run_scenario(scene, ("p0", "d0", "d1"), engine=engine)
 
 
-def test_a_worker_that_goes_on_with_its_own_prompt_is_not_told_to_give_it_up():
-    async def scene(cluster, dispatcher):
-        async with dispatcher.open(tiny_request("a")) as stream:
-            tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
-            await dispatcher.change_role("p0", Role.AGGREGATED)
-            cluster.kill("d0")
-            async with asyncio.timeout(30):
-                async for delta in stream:
-                    tokens += unpack_tokens(delta.token_ids).tolist()
-        assert len(tokens) == 20
-        assert dispatcher.explain("a")[-1].worker == "p0"
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_a_worker_that_goes_on_with_its_own_prompt_is_not_told_to_give_it_up(cluster, dispatcher):
+    async with dispatcher.open(tiny_request("a")) as stream:
+        tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
+        await dispatcher.change_role("p0", Role.AGGREGATED)
+        cluster.kill("d0")
+        async with asyncio.timeout(30):
+            async for delta in stream:
+                tokens += unpack_tokens(delta.token_ids).tolist()
+    assert len(tokens) == 20
+    assert dispatcher.explain("a")[-1].worker == "p0"

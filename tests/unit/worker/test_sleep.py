@@ -7,11 +7,11 @@ import pytest
 from penstock.core.errors import EngineError, RequestError
 from penstock.core.types.instances import InstanceState, Role
 from penstock.router.workers.member import Condition
-from penstock.sim.loop.loop import run_virtual
 from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import tiny_engine, tiny_request, whole_answer
 from tests.support.manual_engine import ManualEngine
+from tests.support.run_by import in_virtual_time, run_by
 
 
 def run_scenario(scene, names=("a0", "a1"), *, engine=tiny_engine, **options):
@@ -22,48 +22,44 @@ def view_of(dispatcher, name):
     return next(view for view in dispatcher.workers() if view.name == name)
 
 
-def test_a_worker_that_sleeps_gets_nothing_and_wakes_without_its_cache():
-    async def scene(cluster, dispatcher):
-        expected = await whole_answer(dispatcher, tiny_request("a"))
+@run_by(run_scenario)
+async def test_a_worker_that_sleeps_gets_nothing_and_wakes_without_its_cache(cluster, dispatcher):
+    expected = await whole_answer(dispatcher, tiny_request("a"))
+    worker = dispatcher.explain("a")[-1].worker
+    assert cluster.engine(worker).load().cached_blocks > 0
+    changed = await dispatcher.sleep(worker, 1)
+    assert (changed.worker, changed.state) == (worker, InstanceState.ASLEEP)
+    assert changed.took_s < 0.2, "the notice, and a few turns of the loop"
+    assert cluster.engine(worker).load().cached_blocks == 0
+    await asyncio.sleep(0.1)
+    view = view_of(dispatcher, worker)
+    assert (view.state, view.condition) == (InstanceState.ASLEEP, Condition.ASLEEP)
+    assert view.indexed_blocks == 0, "routers have heard that its cache is gone"
+    assert view.load["cached_blocks"] == 0
+    for number in range(4):
+        assert (await whole_answer(dispatcher, tiny_request(f"b{number}")))[0] == expected[0]
+        assert dispatcher.explain(f"b{number}")[-1].worker != worker
+    other = ({"a0", "a1"} - {worker}).pop()
+    assert (await dispatcher.wake_up(worker)).state is InstanceState.READY
+    await dispatcher.sleep(other, 2)
+    assert (await whole_answer(dispatcher, tiny_request("c")))[0] == expected[0]
+    assert dispatcher.explain("c")[-1].worker == worker
+    await dispatcher.wake_up(other)
+
+
+@run_by(run_scenario)
+async def test_what_is_under_way_is_finished_first(cluster, dispatcher):
+    async with dispatcher.open(tiny_request("a", max_tokens=100)) as stream:
+        await anext(stream)
         worker = dispatcher.explain("a")[-1].worker
-        assert cluster.engine(worker).load().cached_blocks > 0
-        changed = await dispatcher.sleep(worker, 1)
-        assert (changed.worker, changed.state) == (worker, InstanceState.ASLEEP)
-        assert changed.took_s < 0.2, "the notice, and a few turns of the loop"
-        assert cluster.engine(worker).load().cached_blocks == 0
-        await asyncio.sleep(0.1)
-        view = view_of(dispatcher, worker)
-        assert (view.state, view.condition) == (InstanceState.ASLEEP, Condition.ASLEEP)
-        assert view.indexed_blocks == 0, "routers have heard that its cache is gone"
-        assert view.load["cached_blocks"] == 0
-        for number in range(4):
-            assert (await whole_answer(dispatcher, tiny_request(f"b{number}")))[0] == expected[0]
-            assert dispatcher.explain(f"b{number}")[-1].worker != worker
-        other = ({"a0", "a1"} - {worker}).pop()
-        assert (await dispatcher.wake_up(worker)).state is InstanceState.READY
-        await dispatcher.sleep(other, 2)
-        assert (await whole_answer(dispatcher, tiny_request("c")))[0] == expected[0]
-        assert dispatcher.explain("c")[-1].worker == worker
-        await dispatcher.wake_up(other)
-
-    run_scenario(scene)
-
-
-def test_what_is_under_way_is_finished_first():
-    async def scene(cluster, dispatcher):
-        async with dispatcher.open(tiny_request("a", max_tokens=100)) as stream:
-            await anext(stream)
-            worker = dispatcher.explain("a")[-1].worker
-            falling = asyncio.ensure_future(dispatcher.sleep(worker, 1))
-            await asyncio.sleep(0.3)
-            assert not falling.done()
-            assert cluster.worker(worker).instance.state is InstanceState.DRAINING
-            async for _ in stream:
-                pass
-        assert stream.migrations == 0
-        assert (await falling).state is InstanceState.ASLEEP
-
-    run_scenario(scene)
+        falling = asyncio.ensure_future(dispatcher.sleep(worker, 1))
+        await asyncio.sleep(0.3)
+        assert not falling.done()
+        assert cluster.worker(worker).instance.state is InstanceState.DRAINING
+        async for _ in stream:
+            pass
+    assert stream.migrations == 0
+    assert (await falling).state is InstanceState.ASLEEP
 
 
 @pytest.mark.parametrize(
@@ -77,31 +73,25 @@ def test_what_is_under_way_is_finished_first():
         (lambda d: d.change_role("a1", Role.DECODE), 409, "worker a1 is asleep; wake it before"),
     ],
 )
-def test_refusals(ask, status, why):
-    async def scene(_, dispatcher):
-        await dispatcher.sleep("a1", 1)
-        with pytest.raises(RequestError, match=why) as refusal:
-            await ask(dispatcher)
-        assert refusal.value.http_status == status
-        assert "\n" not in refusal.value.message
-        await dispatcher.wake_up("a1")
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_refusals(cluster, dispatcher, *, ask, status, why):
+    await dispatcher.sleep("a1", 1)
+    with pytest.raises(RequestError, match=why) as refusal:
+        await ask(dispatcher)
+    assert refusal.value.http_status == status
+    assert "\n" not in refusal.value.message
+    await dispatcher.wake_up("a1")
 
 
-def test_an_engine_that_cannot_sleep_is_not_drained():
-    async def main():
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            await cluster.start("a0", ManualEngine())
-            await dispatcher.looked()
-            with pytest.raises(
-                RequestError, match="worker a0: engine of this worker cannot sleep"
-            ) as refusal:
-                await dispatcher.sleep("a0", 1)
-            assert refusal.value.http_status == 409
-            assert view_of(dispatcher, "a0").condition is Condition.READY
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_engine_that_cannot_sleep_is_not_drained():
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        await cluster.start("a0", ManualEngine())
+        await dispatcher.looked()
+        with pytest.raises(RequestError, match="worker a0: engine of this worker cannot sleep") as refusal:
+            await dispatcher.sleep("a0", 1)
+        assert refusal.value.http_status == 409
+        assert view_of(dispatcher, "a0").condition is Condition.READY
 
 
 class Fragile(ManualEngine):
@@ -124,25 +114,23 @@ class Fragile(ManualEngine):
             raise self.error
 
 
-def test_an_engine_that_fails_to_sleep_serves_and_one_that_fails_to_wake_sleeps():
-    async def main():
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            engine = Fragile()
-            await cluster.start("a0", engine)
-            await dispatcher.looked()
-            engine.error = RuntimeError("no room\nin host memory")
-            with pytest.raises(EngineError, match="could not sleep: no room in host memory"):
-                await dispatcher.sleep("a0", 1)
-            await asyncio.sleep(0.1)
-            assert view_of(dispatcher, "a0").condition is Condition.READY
-            engine.error = None
+@in_virtual_time
+async def test_an_engine_that_fails_to_sleep_serves_and_one_that_fails_to_wake_sleeps():
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        engine = Fragile()
+        await cluster.start("a0", engine)
+        await dispatcher.looked()
+        engine.error = RuntimeError("no room\nin host memory")
+        with pytest.raises(EngineError, match="could not sleep: no room in host memory"):
             await dispatcher.sleep("a0", 1)
-            engine.error = RuntimeError("no device memory")
-            with pytest.raises(EngineError, match="could not wake up: no device memory"):
-                await dispatcher.wake_up("a0")
-            assert view_of(dispatcher, "a0").condition is Condition.ASLEEP
-            engine.error = None
+        await asyncio.sleep(0.1)
+        assert view_of(dispatcher, "a0").condition is Condition.READY
+        engine.error = None
+        await dispatcher.sleep("a0", 1)
+        engine.error = RuntimeError("no device memory")
+        with pytest.raises(EngineError, match="could not wake up: no device memory"):
             await dispatcher.wake_up("a0")
-            assert view_of(dispatcher, "a0").condition is Condition.READY
-
-    run_virtual(main())
+        assert view_of(dispatcher, "a0").condition is Condition.ASLEEP
+        engine.error = None
+        await dispatcher.wake_up("a0")
+        assert view_of(dispatcher, "a0").condition is Condition.READY

@@ -44,14 +44,6 @@ def test_a_full_file_stays_readable(tmp_path):
     assert 1 <= len(read_steps(tmp_path)["w"]) < 10
 
 
-def test_each_worker_has_a_file_of_its_own(tmp_path):
-    for name in ("decode-1", "prefill-1"):
-        log = StepLog.open(str(tmp_path), name, bytes_max=1 << 10)
-        log.note(step_of(a=1))
-        log.close()
-    assert list(read_steps(tmp_path)) == ["decode-1", "prefill-1"]
-
-
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"worker\.step_log: .*file"):

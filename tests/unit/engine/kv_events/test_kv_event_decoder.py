@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from structlog.testing import capture_logs
 
 from penstock.core.errors import ProtocolError
 from penstock.core.types.events import Tier
@@ -88,25 +87,18 @@ def test_hashes_of_any_kind(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize(
-    ("medium", "tier"),
+    ("medium", "locality", "tier"),
     [
-        (None, Tier.DEVICE), ("GPU", Tier.DEVICE), ("CPU", Tier.HOST), ("cpu", Tier.HOST), ("CPU_PINNED", Tier.HOST),
-        ("DISK", Tier.DISK), ("STORAGE", Tier.DISK), ("EXTERNAL", Tier.OBJECT),
+        (None, None, Tier.DEVICE), ("GPU", None, Tier.DEVICE), ("cpu", None, Tier.HOST), ("CPU_PINNED", None, Tier.HOST),
+        ("DISK", None, Tier.DISK), ("STORAGE", None, Tier.DISK), ("EXTERNAL", None, Tier.OBJECT), ("CPU", "REMOTE", Tier.OBJECT),
     ],
 )  # fmt: skip
-def test_media_are_tiers(harness: Harness, medium: str | None, tier: Tier) -> None:
-    (event, gone) = harness.decode(
-        stored(medium=medium), {"type": "BlockRemoved", "block_hashes": [11], "medium": medium}
-    )
+def test_media_are_tiers(harness: Harness, medium: str | None, locality: str | None, tier: Tier) -> None:
+    where = {"medium": medium} | ({"locality": locality} if locality else {})
+    (event, gone) = harness.decode(stored(**where), {"type": "BlockRemoved", "block_hashes": [11], **where})
     assert isinstance(event, EngineStored)
     assert event.tier is tier
     assert gone == EngineRemoved([11], tier)
-
-
-def test_blocks_in_a_remote_store_are_in_the_object_tier(harness: Harness) -> None:
-    (event,) = harness.decode(stored(medium="CPU", locality="REMOTE"))
-    assert isinstance(event, EngineStored)
-    assert event.tier is Tier.OBJECT
 
 
 def test_blocks_may_be_named_without_tokens(harness: Harness) -> None:
@@ -204,40 +196,28 @@ def test_groups_whose_needs_are_not_known_do_not_count(harness: Harness) -> None
     assert harness.omissions == {Omission.GROUP: 2 * 4 + 4}
 
 
-def test_other_sizes_and_media_are_left_out(harness: Harness) -> None:
-    assert harness.decode(stored(block_size=8), stored(token_ids=TOKENS[:5]), stored(medium="TAPE")) == []
-    assert harness.omissions == {Omission.BLOCK_SIZE: 2, Omission.PARTIAL: 2, Omission.MEDIUM: 2}
-
-
 @pytest.mark.parametrize(
     ("event", "what"),
     [
-        (5, "event"),
         ([], "event"),
         ({}, "event type"),
-        ([["BlockStored"]], "type"),
         (stored(block_hashes=7), "block_hashes"),
-        (stored(block_hashes=["x", "y"]), "block_hashes"),
-        (stored(block_hashes=[True, 1]), "block_hashes"),
+        (stored(block_hashes=["x" * 1000] * 1000), "block_hashes"),
         (stored(block_hashes=[bytes(65), 1]), "block hash"),
         (stored(parent_block_hash=1.5), "parent_block_hash"),
-        (stored(token_ids=[1.5] * 8), "token_ids"),
         (stored(token_ids=[2**31] * 8), "token_ids"),
-        (stored(token_ids={"a": 1}), "token_ids"),
-        (stored(block_size="4"), "block_size"),
         (stored(medium=4), "medium"),
-        (stored(group_idx="0"), "group_idx"),
         (stored(kv_cache_spec_kind=["full_attention"]), "kv_cache_spec_kind"),
         (stored(lora_name=4), "lora_name"),
-        (stored(extra_keys=4), "extra_keys"),
         (stored(extra_keys=[4, None]), "extra_keys"),
         (stored(extra_keys=[[["cd34", SIZE]], None]), "an offset below 4"),
         (["BlockRemoved"], "block_hashes"),
     ],
 )
 def test_malformed_events_are_refused(harness: Harness, event: Any, what: str) -> None:
-    with pytest.raises(ProtocolError, match=what):
+    with pytest.raises(ProtocolError, match=what) as caught:
         harness.decode(event)
+    assert len(caught.value.message) < 200
 
 
 @pytest.mark.parametrize(
@@ -281,45 +261,6 @@ def test_what_is_too_long_is_refused_before_it_is_decoded(
     with pytest.raises(ProtocolError, match=what):
         harness.message(payload)
     assert gc.get_stats()[0]["collections"] - before < 10
-
-
-@pytest.mark.slow
-def test_a_large_message_comes_in_parts(harness: Harness) -> None:
-    """A prompt of a million tokens, an event for each block, as SGLang tells it."""
-    num_blocks = 40_000
-    event = {
-        "type": "BlockStored", "parent_block_hash": None, "token_ids": [100_000] * SIZE, "block_size": SIZE, "medium": "GPU",
-    }  # fmt: skip
-    events = [event | {"block_hashes": [1 << 63 | index]} for index in range(num_blocks)]
-    parts = list(harness.decoder.decode(msgspec.msgpack.encode([1.5, events, 0])))
-    assert max(map(len, parts)) <= 256
-    assert sum(map(len, parts)) == num_blocks
-    assert not harness.omissions
-
-
-def test_one_event_may_have_a_prompt_of_a_million_tokens(harness: Harness) -> None:
-    tokens = [100_000] * VALUES_MAX
-    hashes = list(range(VALUES_MAX // SIZE))
-    (event,) = harness.decode(stored(token_ids=tokens, block_hashes=hashes, extra_keys=[None] * len(hashes)))
-    assert isinstance(event, EngineStored)
-    assert len(event.hashes) == len(hashes)
-    assert len(event.token_ids) == 4 * VALUES_MAX
-
-
-def test_another_block_size_is_told_once(harness: Harness) -> None:
-    with capture_logs() as logs:
-        harness.decode(*[stored(block_size=8)] * 100)
-        assert [line["event"] for line in logs] == ["kv_events_of_other_block_size"]
-        for size in range(100, 200):  # whoever forges sizes does not fill the log
-            harness.decode(stored(block_size=size))
-    assert [line["event"] for line in logs] == 3 * ["kv_events_of_other_block_size"]
-    assert harness.omissions == {Omission.BLOCK_SIZE: 400}
-
-
-def test_an_error_quotes_little_of_a_long_value(harness: Harness) -> None:
-    with pytest.raises(ProtocolError) as caught:
-        harness.decode(stored(token_ids=["x" * 1000] * 1000))
-    assert len(caught.value.message) < 200
 
 
 def test_mutated_messages_raise_nothing_else(harness: Harness) -> None:

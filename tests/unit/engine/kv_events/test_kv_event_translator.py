@@ -4,15 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
-import pytest
 
-from penstock.core.errors import ConfigError
 from penstock.core.hashing import block_hashes
 from penstock.core.types.cards import ModelCard, request_salt
-from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
+from penstock.core.types.events import BlockRemoved, BlockStored, KvEvent, Tier
 from penstock.core.wire import PackedTokens, hash_list, pack_tokens
 from penstock.engine.kv_events.engine_events import (
-    EngineCleared,
     EngineEvent,
     EngineHash,
     EngineRemoved,
@@ -20,7 +17,7 @@ from penstock.engine.kv_events.engine_events import (
     Omission,
     Omissions,
 )
-from penstock.engine.kv_events.translator import HexSalts, KvEventTranslator, check_block_size
+from penstock.engine.kv_events.translator import HexSalts, KvEventTranslator
 
 SIZE = 4
 KEY = bytes(range(16))
@@ -121,16 +118,6 @@ def test_prompts_without_a_salt_have_the_table_s() -> None:
     assert harness.omissions == {Omission.SALT: 2}
 
 
-def test_copies_are_told_once_and_gone_with_the_last() -> None:
-    harness, want = Harness(), of(TOKENS)
-    assert harness.translate(chain([1, 2], TOKENS[:8])) == [told(want[:2])]
-    assert harness.translate(chain([1, 2, 3], TOKENS[:12])) == [told(want[2:3], want[1])]
-    assert harness.translate(EngineRemoved([1, 2])) == []
-    assert harness.translate(EngineRemoved([1]), EngineRemoved([2])) == [gone(want[:2])]
-    assert harness.translate(EngineRemoved([1])) == []
-    assert harness.omissions == {Omission.UNKNOWN_BLOCK: 1}
-
-
 def test_copies_count_by_tier() -> None:
     harness, want = Harness(), of(TOKENS)
     stored = harness.translate(chain([1], TOKENS[:4]), chain([1], TOKENS[:4], tier=Tier.HOST))
@@ -139,15 +126,6 @@ def test_copies_count_by_tier() -> None:
     assert len(harness.translator) == 1
     assert harness.translate(EngineRemoved([1], Tier.HOST)) == [gone(want[:1], Tier.HOST)]
     assert len(harness.translator) == 0
-
-
-def test_a_removal_stays_before_what_follows_it() -> None:
-    harness, want = Harness(), of(TOKENS)
-    harness.translate(chain([1, 2], TOKENS[:8]))
-    events = harness.translate(
-        EngineRemoved([2]), chain([2], TOKENS[4:8], 1), EngineRemoved([2]), EngineRemoved([1])
-    )
-    assert events == [gone(want[1:2]), told(want[1:2], want[0]), gone([want[1], want[0]])]
 
 
 def test_blocks_named_without_tokens_were_described_before() -> None:
@@ -174,25 +152,7 @@ def test_a_hash_of_other_tokens_is_left_out() -> None:
     assert harness.translate(EngineRemoved([2])) == [gone(want[1:2])]
 
 
-def test_clearing() -> None:
-    harness, want = Harness(), of(TOKENS)
-    harness.translate(chain([1], TOKENS[:4]))
-    events = harness.translate(EngineCleared(), chain([1], TOKENS[:4]))
-    assert events == [AllBlocksCleared(), told(want[:1])]
-    assert harness.translator.clear() == [AllBlocksCleared()]
-    assert harness.translator.clear() == []
-    assert harness.translate(chain([2], TOKENS[4:8], 1)) == []
-
-
 def test_the_number_of_blocks_is_bounded() -> None:
     harness, want = Harness(blocks_max=2), of(TOKENS)
     assert harness.translate(chain([1, 2, 3], TOKENS[:12])) == [told(want[:2])]
     assert harness.omissions == {Omission.FULL: 1}
-
-
-def test_block_sizes_have_to_agree() -> None:
-    check_block_size(16, 16)
-    with pytest.raises(
-        ConfigError, match="block_size: the engine's KV blocks have 1 tokens and the model's 16"
-    ):
-        check_block_size(1, 16)

@@ -73,28 +73,6 @@ def test_blocks_are_stored_and_removed() -> None:
     assert not harness.omissions
 
 
-def test_hashes_may_be_text() -> None:
-    harness = Harness()
-    assert harness.read(stored(block("ab01", [1, 2, 3, 4]))) == [told(b"\xab\x01", None, [1, 2, 3, 4])]
-    assert harness.read({"type": "removed", "block_hashes": ["ab01"]}) == [EngineRemoved([b"\xab\x01"])]
-
-
-def test_partial_and_other_blocks_end_a_chain() -> None:
-    harness = Harness()
-    assert harness.read(stored(block(1, [1, 2, 3, 4]), block(2, [5]))) == [told(1, None, [1, 2, 3, 4])]
-    assert harness.read(stored(block(5, [1] * 4, mm_keys=[{"hash": "x"}]), block(6, [1] * 4))) == []
-    assert harness.omissions == {Omission.PARTIAL: 1, Omission.CONTENT: 2}
-
-
-def test_a_block_stored_again_has_one_copy() -> None:
-    harness = Harness()
-    harness.read(TWO)
-    assert harness.read(TWO) == []
-    assert harness.read(stored(block(2, [5, 6, 7, 8], cache_level=1), parent=-1)) == [
-        EngineRemoved([2]), told(2, 2**64 - 1, [5, 6, 7, 8], Tier.HOST)
-    ]  # fmt: skip
-
-
 def test_blocks_move_between_tiers() -> None:
     harness = Harness()
     harness.read(TWO)

@@ -105,25 +105,35 @@ def test_a_disk_is_a_path_and_a_size(text):
         KvConfig.parse({"disk": text}, source="t")
 
 
+MEMORY = {"kv_bytes_per_block": 32}
+
+
 @pytest.mark.parametrize(
-    ("fields", "why"),
+    ("kv", "memory", "why"),
     [
-        ({"url": "s3://bucket/kv", "options": {"regio": "x"}}, r"kv\.object: s3://bucket/kv: .*regio"),
-        ({"url": "s3://bucket/kv", "size": "1B"}, r"kv\.object: 1B is less than one block"),
+        (
+            {"object": {"url": "s3://b/kv", "options": {"regio": "x"}}},
+            MEMORY,
+            r"kv\.object: s3://b/kv: .*regio",
+        ),
+        ({"object": {"url": "s3://b/kv", "size": "1B"}}, MEMORY, r"kv\.object: 1B is less than one block"),
+        ({"host": "1GiB"}, {}, r"mock\.kv_bytes_per_block"),
+        ({"disk": "5x"}, MEMORY, r"disk: 5x and no path; give both"),
+        ({"object": "5x"}, MEMORY, r"object: 5x and no url; give both"),
     ],
 )
-def test_what_only_the_store_knows_is_said_at_the_start(fields, why):
-    shape = RunnerInfo(num_blocks=8, block_size=4, context_length=32, vocab_size=500, kv_bytes_per_block=32)
+def test_what_only_the_store_or_the_engine_knows_is_said_at_the_start(kv, memory, why):
+    shape = RunnerInfo(num_blocks=8, block_size=4, context_length=32, vocab_size=500, **memory)
 
     async def main():
-        engine = mock_engine(
-            shape, MockConfig(), make_tiers=tier_maker(KvConfig.model_validate({"object": fields}))
-        )
-        with pytest.raises(ConfigError, match=why):
+        engine = mock_engine(shape, MockConfig(), make_tiers=tier_maker(KvConfig.model_validate(kv)))
+        try:
             await engine.start()
-        await engine.close()
+        finally:
+            await engine.close()
 
-    run_async(main())
+    with pytest.raises(ConfigError, match=why):
+        run_async(main())
 
 
 def test_a_missing_package_is_said_before_the_model_is_loaded(monkeypatch):

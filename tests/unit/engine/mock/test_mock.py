@@ -1,5 +1,4 @@
 import asyncio
-import math
 
 import numpy as np
 import pytest
@@ -12,9 +11,8 @@ from penstock.engine.mock.kv import MockKv
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.sequences import SequenceTable, StepPlan
-from penstock.sim.loop.loop import run_virtual
 from penstock.testing.engines.probe import EngineProbe, make_request
-from penstock.testing.loop import run_async
+from tests.support.run_by import in_loop, in_virtual_time
 
 SHAPE = RunnerInfo(num_blocks=256, block_size=4, context_length=512, vocab_size=1000, eos_token_ids=(2, 3))
 TIMING = StepTiming(
@@ -32,127 +30,51 @@ async def answers(*requests, config=None):
 
 
 @pytest.mark.parametrize("speedup", [1.0, 4.0])
-def test_a_step_takes_what_the_formula_says(speedup):
-    async def main():
-        now_s = asyncio.get_running_loop().time
-        engine = mock_engine(
-            SHAPE, MockConfig(timing=TIMING, speedup=speedup), SchedulerConfig(max_batch_tokens=64)
-        )
-        async with EngineProbe(engine) as probe:
-            probe.submit(make_request("a", range(40), max_tokens=5))
-            times = []
-            while probe.is_busy:
-                start_s = now_s()
-                await probe.step()
-                times.append((now_s() - start_s) * speedup)
-            assert times[0] == pytest.approx(0.010 + 40 * 0.001)
-            assert times[1:] == pytest.approx([0.012 + 0.0001 * context for context in range(40, 44)])
-
-    run_virtual(main())
-
-
-def test_prefill_grows_with_what_was_before():
-    timing = StepTiming(step_s=0, prefill_s_per_token=0, prefill_s_per_token2=1.0)
-    table = SequenceTable.allocate(2, 512, 4)
-    table.num_computed[:] = [0, 100]
-    one = np.array([True])
-
-    def seconds(slot, num_new):
-        plan = StepPlan(np.array([slot], dtype=np.int32), np.array([num_new], dtype=np.int32), 0, one)
-        return timing.seconds(plan, table)
-
-    assert seconds(0, 200) == pytest.approx(200 * 100)
-    assert seconds(0, 100) + seconds(1, 100) == pytest.approx(seconds(0, 200))  # a prompt in two chunks
-
-
-def test_time_too_short_to_sleep_is_saved_up():
-    async def main():
-        now_s = asyncio.get_running_loop().time
-        config = MockConfig(timing=TIMING, speedup=100.0)
-        async with EngineProbe(mock_engine(SHAPE, config)) as probe:
+@in_virtual_time
+async def test_a_step_takes_what_the_formula_says(speedup):
+    now_s = asyncio.get_running_loop().time
+    engine = mock_engine(
+        SHAPE, MockConfig(timing=TIMING, speedup=speedup), SchedulerConfig(max_batch_tokens=64)
+    )
+    async with EngineProbe(engine) as probe:
+        probe.submit(make_request("a", range(40), max_tokens=5))
+        times = []
+        while probe.is_busy:
             start_s = now_s()
-            await probe.run(make_request("a", range(40), max_tokens=200))
-            expected = 0.050 + sum(0.012 + 0.0001 * context for context in range(40, 239))
-            assert (now_s() - start_s) * 100 == pytest.approx(expected, abs=0.1)
-
-    run_virtual(main())
-
-
-def test_others_get_their_turn_however_fast_it_is():
-    async def main():
-        turns = 0
-
-        async def other():
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(other())
-            await answers(make_request("a", range(10), max_tokens=50), config=MockConfig(speedup=1e9))
-            task.cancel()
-        assert turns >= 50
-
-    run_async(main())
+            await probe.step()
+            times.append((now_s() - start_s) * speedup)
+        assert times[0] == pytest.approx(0.010 + 40 * 0.001)
+        assert times[1:] == pytest.approx([0.012 + 0.0001 * context for context in range(40, 44)])
 
 
-def test_an_answer_ends_by_itself_at_a_length_its_prompt_decides():
-    async def main():
-        sampling = SamplingParams(max_tokens=400, temperature=0.0)
-        config = MockConfig(speedup=1e6, answer_tokens=20)
-        requests = [make_request(f"r{i}", range(i, i + 8), sampling=sampling) for i in range(40)]
-        heard = await answers(*requests, config=config)
-        assert {answer.finish_reason for answer in heard} == {FinishReason.STOP}
-        assert all(answer.token_ids[-1] == 2 and 11 <= len(answer.token_ids) <= 30 for answer in heard)
-        assert len({len(answer.token_ids) for answer in heard}) > 5
-        again = await answers(*reversed(requests), config=config)
-        assert [answer.token_ids for answer in reversed(again)] == [answer.token_ids for answer in heard]
-        longer = SamplingParams(max_tokens=400, temperature=0.0, min_tokens=100)
-        (answer,) = await answers(make_request("a", range(8), sampling=longer), config=config)
-        assert len(answer.token_ids) == 101
-
-    run_async(main())
+@in_loop
+async def test_an_answer_ends_by_itself_at_a_length_its_prompt_decides():
+    sampling = SamplingParams(max_tokens=400, temperature=0.0)
+    config = MockConfig(speedup=1e6, answer_tokens=20)
+    requests = [make_request(f"r{i}", range(i, i + 8), sampling=sampling) for i in range(40)]
+    heard = await answers(*requests, config=config)
+    assert {answer.finish_reason for answer in heard} == {FinishReason.STOP}
+    assert all(answer.token_ids[-1] == 2 and 11 <= len(answer.token_ids) <= 30 for answer in heard)
+    assert len({len(answer.token_ids) for answer in heard}) > 5
+    again = await answers(*reversed(requests), config=config)
+    assert [answer.token_ids for answer in reversed(again)] == [answer.token_ids for answer in heard]
+    longer = SamplingParams(max_tokens=400, temperature=0.0, min_tokens=100)
+    (answer,) = await answers(make_request("a", range(8), sampling=longer), config=config)
+    assert len(answer.token_ids) == 101
 
 
-def test_greedy_has_one_answer_and_sampling_many():
-    async def main():
-        def ask(temperature, seed, choice):
-            sampling = SamplingParams(max_tokens=8, temperature=temperature, seed=seed, ignore_eos=True)
-            name = f"{temperature} {seed} {choice}"
-            return make_request(name, range(8), sampling=sampling, choice=choice)
+@in_loop
+async def test_greedy_has_one_answer_and_sampling_many():
+    def ask(temperature, seed, choice):
+        sampling = SamplingParams(max_tokens=8, temperature=temperature, seed=seed, ignore_eos=True)
+        name = f"{temperature} {seed} {choice}"
+        return make_request(name, range(8), sampling=sampling, choice=choice)
 
-        variants = [(seed, choice) for seed in (None, 1, 2) for choice in (0, 1)]
-        greedy = await answers(*(ask(0.0, *variant) for variant in variants))
-        sampled = await answers(*(ask(1.0, *variant) for variant in variants))
-        assert len({tuple(answer.token_ids) for answer in greedy}) == 1
-        assert len({tuple(answer.token_ids) for answer in sampled}) == 6
-
-    run_async(main())
-
-
-def test_answers_are_made_of_words():
-    async def main():
-        (answer,) = await answers(make_request("a", range(8), max_tokens=400))
-        assert min(answer.token_ids) >= 300
-        small = RunnerInfo(num_blocks=8, block_size=4, context_length=32, vocab_size=10, eos_token_ids=(6,))
-        async with EngineProbe(mock_engine(small, MockConfig(speedup=1e6))) as probe:
-            (answer,) = await probe.run(make_request("a", [1], max_tokens=30))
-            assert set(answer.token_ids) <= {5, 7, 8, 9}
-
-    run_async(main())
-
-
-def test_logprobs_are_a_distribution():
-    async def main():
-        sampling = SamplingParams(max_tokens=3, logprobs=4, ignore_eos=True)
-        (answer,) = await answers(make_request("a", range(8), sampling=sampling))
-        for logprob in answer.logprobs:
-            assert logprob.logprob == -math.log(2)
-            assert len({token for token, _ in logprob.top}) == 4
-            assert sum(math.exp(value) for _, value in logprob.top) < 1
-
-    run_async(main())
+    variants = [(seed, choice) for seed in (None, 1, 2) for choice in (0, 1)]
+    greedy = await answers(*(ask(0.0, *variant) for variant in variants))
+    sampled = await answers(*(ask(1.0, *variant) for variant in variants))
+    assert len({tuple(answer.token_ids) for answer in greedy}) == 1
+    assert len({tuple(answer.token_ids) for answer in sampled}) == 6
 
 
 def test_kv_of_another_prefix_is_noticed():
@@ -184,32 +106,28 @@ def test_kv_of_another_prefix_is_noticed():
         kv.compute(plan(2, 0), table)
 
 
-def test_settings_that_cannot_work():
-    async def main():
-        for change, text in (
-            ({"kv_bytes_per_block": 20}, "kv_bytes_per_block: must be 0 or >= 32"),
-            ({"vocab_size": 4}, "vocab_size: must leave tokens"),
-        ):
-            values = {name: getattr(SHAPE, name) for name in RunnerInfo.__slots__} | change
-            with pytest.raises(ConfigError, match=text):
-                await mock_engine(RunnerInfo(**values)).start()
-
-    run_async(main())
+@in_loop
+async def test_settings_that_cannot_work():
+    for change, text in (
+        ({"kv_bytes_per_block": 20}, "kv_bytes_per_block: must be 0 or >= 32"),
+        ({"vocab_size": 4}, "vocab_size: must leave tokens"),
+    ):
+        values = {name: getattr(SHAPE, name) for name in RunnerInfo.__slots__} | change
+        with pytest.raises(ConfigError, match=text):
+            await mock_engine(RunnerInfo(**values)).start()
 
 
-def test_end_tokens_past_the_vocabulary_are_left_out_with_a_warning():
-    async def main():
-        shape = RunnerInfo(
-            num_blocks=8, block_size=4, context_length=32, vocab_size=10, eos_token_ids=(10, -1, 6)
-        )
-        with capture_logs() as logs:
-            async with EngineProbe(mock_engine(shape, MockConfig(speedup=1e6, answer_tokens=4))) as probe:
-                (answer,) = await probe.run(
-                    make_request("a", [1], sampling=SamplingParams(max_tokens=30, temperature=0.0))
-                )
-        assert answer.token_ids[-1] == 6
-        assert answer.finish_reason is FinishReason.STOP
-        warnings = [entry for entry in logs if entry["log_level"] == "warning"]
-        assert [(entry["left_out"], entry["vocab_size"]) for entry in warnings] == [([10, -1], 10)]
-
-    run_async(main())
+@in_loop
+async def test_end_tokens_past_the_vocabulary_are_left_out_with_a_warning():
+    shape = RunnerInfo(
+        num_blocks=8, block_size=4, context_length=32, vocab_size=10, eos_token_ids=(10, -1, 6)
+    )
+    with capture_logs() as logs:
+        async with EngineProbe(mock_engine(shape, MockConfig(speedup=1e6, answer_tokens=4))) as probe:
+            (answer,) = await probe.run(
+                make_request("a", [1], sampling=SamplingParams(max_tokens=30, temperature=0.0))
+            )
+    assert answer.token_ids[-1] == 6
+    assert answer.finish_reason is FinishReason.STOP
+    warnings = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert [(entry["left_out"], entry["vocab_size"]) for entry in warnings] == [([10, -1], 10)]

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.core.errors import StepFailed
 from penstock.core.ids import RequestId
-from penstock.core.types.requests import FinishReason, Request, SamplingParams, TokenLogprob
+from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens, token_list
 from penstock.engine.openai.apis.api import Piece
 from penstock.engine.openai.streams import Stream
@@ -30,13 +30,6 @@ def fed(stream: Stream, *pieces: Piece) -> list[int]:
     ]
 
 
-def test_a_stop_token_comes_with_the_end_alone():
-    stream = stream_of()
-    assert fed(stream, Piece((4, 5)), Piece((6, EOS), finish_reason=FinishReason.STOP)) == [4, 5, 6]
-    end = stream.end()
-    assert (token_list(end.token_ids), end.finish_reason) == ([EOS], FinishReason.STOP)
-
-
 def test_a_stop_token_before_the_end_is_a_token():
     stream = stream_of()
     assert fed(stream, Piece((4, EOS)), Piece((5,), finish_reason=FinishReason.LENGTH)) == [4, EOS, 5]
@@ -53,22 +46,6 @@ def test_a_stop_token_that_came_before_the_end_is_not_added_again():
     stream = stream_of(stops=(9,))
     assert fed(stream, Piece((4, 9)), Piece(finish_reason=FinishReason.STOP)) == [4]
     assert token_list(stream.end().token_ids) == [9]
-
-
-def test_logprobs_stay_with_their_tokens():
-    stream = stream_of()
-    marks = tuple(TokenLogprob(token_id=token, logprob=-1.0) for token in (4, EOS))
-    delta = stream.feed(Piece((4, EOS), finish_reason=FinishReason.STOP, logprobs=marks))
-    assert delta is not None
-    assert delta.logprobs == marks[:1]
-    assert stream.end().logprobs == marks[1:]
-
-
-def test_tokens_past_the_limit_are_cut_off():
-    stream = stream_of(max_tokens=5, num_emitted=2)
-    assert fed(stream, Piece((10, 11)), Piece((12, 13, 14)), Piece((15,))) == [10, 11, 12]
-    assert stream.is_over
-    assert stream.end().finish_reason is FinishReason.LENGTH
 
 
 def test_cached_tokens_come_with_the_end():

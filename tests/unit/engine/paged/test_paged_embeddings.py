@@ -19,8 +19,13 @@ def hidden(path, prompt: list[int]) -> np.ndarray:
         return model(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0, -1].numpy()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-@pytest.mark.parametrize("max_batch_tokens", [48, pytest.param(2048, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("architecture", "max_batch_tokens"),
+    [
+        ("llama", 48),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("gemma3", 48), ("llama", 2048))),
+    ],
+)
 def test_they_equal_those_of_transformers(engine, reference, checkpoint, architecture, max_batch_tokens):
     made, expected = engine(architecture, max_batch_tokens=max_batch_tokens), reference(architecture)
     embedding = [

@@ -5,14 +5,13 @@ import os
 import numpy as np
 import pytest
 
-from penstock.core.errors import ConfigError, TransferError
+from penstock.core.errors import ConfigError
 from penstock.transfer import Arena
-from penstock.transfer.regions import arena as arena_module
 
 torch = pytest.importorskip("torch")
 
 from penstock.engine.paged import memory as memory_module  # noqa: E402
-from penstock.engine.paged.memory import Gather, KvMemory, KvShape, free_memory_bytes, plan_blocks  # noqa: E402
+from penstock.engine.paged.memory import KvMemory, KvShape, free_memory_bytes, plan_blocks  # noqa: E402
 from penstock.transfer.regions import free_memory  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -31,17 +30,9 @@ def test_a_block_is_one_run_of_bytes():
     assert block.float().sum() == 3 * 4 * 2 * 8
 
 
-def test_gather_copies_blocks_of_one_layer_and_keeps_its_memory():
-    memory = KvMemory(SHAPE, 8, 4, CPU)
-    memory.storage.normal_()
-    gather = Gather(memory)
-    gather(0, torch.arange(8))
-    keys, values = gather(2, torch.tensor([5, 0, 5]))
-    again, _ = gather(1, torch.tensor([1]))
-    assert again.data_ptr() == keys.data_ptr()
-    keys, values = gather(2, torch.tensor([5, 0, 5]))
-    assert torch.equal(keys.view(3, 4, 2, 8), memory.by_token[2][0][[5, 0, 5]])
-    assert torch.equal(values.view(3, 4, 2, 8), memory.by_token[2][1][[5, 0, 5]])
+@pytest.fixture
+def free_100_000(monkeypatch):
+    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda _: 100_000)
 
 
 @pytest.mark.parametrize(
@@ -51,31 +42,20 @@ def test_gather_copies_blocks_of_one_layer_and_keeps_its_memory():
         ({"kv_memory_bytes": 10_000}, 10),
         ({"kv_memory_bytes": 2000}, 2),
         ({}, 50),  # half of what is free
-    ],
-)
-def test_how_many_blocks(monkeypatch, settings, blocks):
-    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda _: 100_000)
-    given = {"kv_blocks": None, "kv_memory_bytes": None} | settings
-    assert plan_blocks(1000, device=CPU, **given) == blocks
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+        ({"sharing_engines": 5}, 10),
         ({"kv_blocks": 100}, r"kv_blocks: 100 blocks of 1000 bytes need .* at most 99 fit"),
         ({"kv_memory_bytes": 1999}, r"kv_memory_bytes: 1999 hold fewer than two KV blocks of 1000 bytes"),
         ({"kv_memory_bytes": 200_000}, r"at most 99 fit"),
     ],
 )
-def test_too_much_or_too_little(monkeypatch, settings, message):
-    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda _: 100_000)
+@pytest.mark.usefixtures("free_100_000")
+def test_how_many_blocks(settings, blocks):
     given = {"kv_blocks": None, "kv_memory_bytes": None} | settings
-    with pytest.raises(ConfigError, match=message):
+    if isinstance(blocks, int):
+        assert plan_blocks(1000, device=CPU, **given) == blocks
+        return
+    with pytest.raises(ConfigError, match=blocks):
         plan_blocks(1000, device=CPU, **given)
-
-
-def test_free_memory_of_this_machine():
-    assert 1 << 20 < free_memory_bytes(CPU) < 1 << 50
 
 
 def test_blocks_on_a_cpu_lie_in_memory_that_other_processes_can_map():
@@ -100,28 +80,8 @@ def test_memory_that_others_take_meanwhile_is_an_error_and_not_the_end_of_a_proc
     monkeypatch.setattr(memory_module, "free_memory_bytes", lambda _: next(free))
     message = r"^kv_blocks: 49152 blocks of 768 bytes: 0\.02 of 0\.04 GiB are still to be taken, .* left 0\.01; lower kv_blocks"
     assert plan_blocks(BLOCK_BYTES, kv_blocks=49_152, kv_memory_bytes=None, device=CPU) == 49_152
-    before = len(arena_module._open)
     with pytest.raises(ConfigError, match=message):
         KvMemory(SHAPE, 49_152, 4, CPU)
-    assert len(arena_module._open) == before, "what had been taken was given back"
-
-
-def test_a_host_that_gives_no_memory_is_a_line(monkeypatch):
-    def refuse(size_bytes, **_):
-        raise TransferError(f"an arena of {size_bytes} bytes: no; make it smaller or free memory")
-
-    monkeypatch.setattr(Arena, "create", refuse)
-    with pytest.raises(ConfigError, match=r"^kv_blocks: 4 blocks of 768 bytes: an arena of 3840 bytes: no;"):
-        KvMemory(SHAPE, 4, 4, CPU)
-
-
-def test_engines_that_start_together_share_what_is_free(monkeypatch):
-    monkeypatch.setattr(memory_module, "free_memory_bytes", lambda _: 100_000)
-    blocks = [
-        plan_blocks(1000, kv_blocks=None, kv_memory_bytes=None, device=CPU, sharing_engines=engines)
-        for engines in (1, 2, 5)
-    ]
-    assert blocks == [50, 25, 10]
 
 
 def test_files_that_were_read_are_free_memory_of_a_control_group(monkeypatch, tmp_path):

@@ -59,8 +59,10 @@ def check(parts, prompt, logprobs, alternatives):
     assert wrong.max() <= 1, "near-equal logits may swap"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("alternatives", [0, 3])
+@pytest.mark.parametrize(
+    ("architecture", "alternatives"),
+    [("llama", 0), ("gemma3", 3), pytest.param("qwen3", 3, marks=pytest.mark.nightly)],
+)
 def test_they_are_those_of_transformers(engine, reference, new_request, expected, architecture, alternatives):
     prompt = max(reference(architecture).prompts, key=len)
     made = engine(architecture, block_size=4 if architecture == "gemma3" else 8)
@@ -97,16 +99,7 @@ def test_a_cached_prefix_is_computed_again_and_stays_cached(engine, reference, n
     assert made.pool.num_cached == cached
 
 
-def test_preempted_requests_report_each_token(engine, reference, new_request, expected):
-    prompts = reference("llama").prompts[:12]
-    crowded = engine(kv_blocks=26, max_batch_tokens=32)
-    crowded.run(*(new_request(f"a{i}", prompt, prompt_logprobs=1) for i, prompt in enumerate(prompts)))
-    assert crowded.scheduler.load().preemptions > 0
-    for i, prompt in enumerate(prompts):
-        check(crowded.prompt_logprobs[f"a{i}"], prompt, expected("llama", prompt), 1)
-
-
-@pytest.mark.parametrize("known", [0, 1, 2, 9, 40])
+@pytest.mark.parametrize("known", [0, 1, 9, 40])
 def test_what_the_client_has_is_left_out(engine, reference, new_request, expected, known):
     prompt = max(reference("llama").prompts, key=len)
     made = engine()
@@ -121,13 +114,6 @@ def test_what_the_client_has_is_left_out(engine, reference, new_request, expecte
         values[:, 0], np.take_along_axis(logprobs, token_ids[:, :1], 1)[:, 0], atol=1e-4
     )
     assert parts[-1].end == len(prompt)
-
-
-def test_a_prompt_of_one_token_has_none(engine, new_request):
-    made = engine()
-    made.run(new_request("a", [5], 2, prompt_logprobs=1))
-    assert "a" not in made.prompt_logprobs
-    assert len(made.tokens["a"]) == 2
 
 
 def test_a_model_whose_logits_are_not_its_heads_says_so(engine, monkeypatch):

@@ -8,7 +8,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from penstock.core.types.events import BlockRemoved  # noqa: E402
 from penstock.core.types.instances import Role  # noqa: E402
 from penstock.core.wire import unpack_tokens  # noqa: E402
 from penstock.engine.kv_tiers import KvConfig, tier_maker  # noqa: E402
@@ -90,19 +89,6 @@ def test_prefixes_are_reused_where_their_last_window_is(engine, answers, new_req
     run_poisoned(paged, new_request("next", turns["next"], 24))
     assert paged.tokens["next"] == answers(turns["next"], 24)
     assert paged.scheduler.load().prefix_hit_tokens - hits[-1] == 256, "all full blocks of the turn before"
-
-
-@pytest.mark.slow
-def test_with_preemption_and_eviction(engine, answers, new_request):
-    paged = engine("gemma3", kv_blocks=150, max_batch_tokens=64)
-    prompts = {str(seed): prompt_of(seed, 25 + seed) for seed in range(8)}
-    for _ in range(2):
-        paged.tokens.clear()
-        run_poisoned(paged, *(new_request(name, prompt, 120) for name, prompt in prompts.items()))
-        for name, prompt in prompts.items():
-            assert paged.tokens[name] == answers(prompt, 120), name
-    assert paged.scheduler.load().preemptions > 0
-    assert any(isinstance(each, BlockRemoved) for each in paged.events)
 
 
 def test_memory_drops_as_the_arithmetic_says(engine, new_request):

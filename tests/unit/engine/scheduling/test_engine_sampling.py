@@ -37,9 +37,21 @@ def test_a_refusal_names_field_value_and_limits(field, value, expected):
     assert refused.value.param == field
 
 
-def test_a_negative_stop_id_is_refused():
-    with pytest.raises(RequestError, match=re.escape("stop_token_ids: must be >= 0, got -2")):
-        check(stop_token_ids=(3, -2))
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop_token_ids": (3, -2)},
+        {"logit_bias": ((100, 1.0),)},
+        {"logit_bias": ((1, math.nan),)},
+        {"logit_bias": ((1, 1e6),)},
+        {"allowed_token_ids": (-1,)},
+        {"bad_words": ((3, 100),)},
+        {"bad_words": ((),)},
+    ],
+)
+def test_token_ids_and_biases_out_of_their_range_are_refused(params):
+    with pytest.raises(RequestError, match=next(iter(params))):
+        check(**params)
 
 
 def test_usual_parameters_stay_the_same_object():

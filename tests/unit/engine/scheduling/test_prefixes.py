@@ -106,18 +106,6 @@ def test_a_request_whose_turn_comes_first_goes_on_with_its_load():
     assert stage.counts == (7, 0)
 
 
-def test_blocks_that_did_not_arrive_are_computed_and_not_loaded_again():
-    stage = Stage()
-    stage.submit("a", PROMPT)
-    stage.step()
-    stage.tier.loads[0].end(3)
-    stage.step()
-    stage.scheduler.abort("runs")
-    assert stage.step() == {"a": 18}
-    assert len(stage.tier.loads) == 1
-    assert stage.kv.tokens[0] == 12
-
-
 def test_an_aborted_request_cancels_its_load_and_frees_its_blocks_once_the_tier_writes_no_more():
     stage = Stage()
     free = stage.pool.num_available
@@ -132,17 +120,6 @@ def test_an_aborted_request_cancels_its_load_and_frees_its_blocks_once_the_tier_
     assert stage.pool.num_available == free
     assert stage.counts == (7, 7)
     stage.scheduler.check()
-
-
-def test_a_load_report_counts_no_blocks_of_waiting_requests():
-    stage = Stage()
-    active = stage.scheduler.load().active_blocks
-    stage.submit("a", PROMPT)
-    stage.step()
-    assert stage.scheduler.load().active_blocks == active
-    stage.tier.loads[0].end()
-    stage.step()
-    assert stage.scheduler.load().active_blocks == active
 
 
 @pytest.mark.parametrize(("num_blocks", "loads"), [(19, 2), (18, 1), (11, 1), (10, 0)])
@@ -167,45 +144,6 @@ def test_the_newest_gives_way_when_running_requests_need_the_blocks():
     assert stage.counts == (14, 7)
     assert stage.scheduler.load().preemptions == 0
     assert len(stage.pool.match(block_hashes(PROMPT, SIZE, key=bytes(16)))) == 7, "the first keeps its own"
-
-
-def test_cached_blocks_of_those_that_wait_first_are_not_evicted_for_those_behind():
-    stage = Stage(num_blocks=24, running=6)
-    stage.scheduler.abort("runs")
-    stage.step()
-    stage.submit("fills", OTHER[:24])
-    while "fills" not in stage.answers:
-        for load in stage.tier.loads[len(stage.answers) - 1 :]:
-            load.end()
-        stage.step()
-    stage.submit("runs again", [98] * 6, max_tokens=60)
-    stage.step()
-    stage.submit("first", OTHER[:24])
-    stage.submit("second", PROMPT)
-    stage.step()
-    assert len(stage.pool.match(block_hashes(OTHER[:24], SIZE, key=bytes(16)))) >= 5
-
-
-def test_none_are_loaded_before_their_turn_where_that_is_off():
-    stage = Stage(prefetched_requests=0)
-    stage.submit("a", PROMPT)
-    stage.step()
-    assert not stage.tier.loads
-    stage.scheduler.abort("runs")
-    stage.step()
-    assert len(stage.tier.loads) == 1
-    assert stage.counts == (0, 0)
-
-
-def test_only_the_next_requests_are_looked_at():
-    stage = Stage(prefetched_requests=1)
-    stage.submit("a", PROMPT)
-    stage.submit("b", OTHER)
-    stage.step()
-    assert len(stage.tier.loads) == 1
-    stage.scheduler.abort("a")
-    stage.step()
-    assert [load.is_cancelled for load in stage.tier.loads] == [True, False]
 
 
 def test_a_request_that_others_have_overtaken_gives_its_place_to_them():

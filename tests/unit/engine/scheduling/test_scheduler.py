@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from penstock.core.errors import ConfigError, EngineError, RequestError
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, SamplingParams
 from penstock.engine.scheduling.config import SchedulerConfig
@@ -78,58 +77,6 @@ def test_ranks_add_up_and_a_prompt_has_one_of_them():
     assert (default.max_batch_tokens, default.prompt_budget, default.max_running_requests) == (1024, 512, 128)
 
 
-def test_no_more_are_admitted_than_have_a_token_each():
-    scheduler = make_scheduler(max_batch_tokens=2)
-    for name in "abc":
-        scheduler.submit(make_request(name, prompt(1, ord(name) - 90), max_tokens=3))
-    plans = []
-    for _ in range(5):
-        plan = scheduler.plan()
-        plans.append([name for name, *_ in rows(scheduler, plan)])
-        scheduler.commit(plan, Sampled(np.ones(len(plan.slots), dtype=np.int32)))
-    assert plans == [["a", "b"], ["a", "b"], ["a", "b"], ["c"], ["c"]]
-
-
-def test_the_newest_is_preempted_and_comes_back_first():
-    scheduler = make_scheduler(num_blocks=8, context_length=32)
-    scheduler.submit(make_request("old", prompt(7), max_tokens=25))
-    scheduler.submit(make_request("new", prompt(7, 40), max_tokens=9))
-    scheduler.submit(make_request("last", prompt(7, 70), max_tokens=9))
-    heard = {"old": 0, "new": 0, "last": 0}
-    order = []
-    while scheduler.load().running_requests + scheduler.load().waiting_requests:
-        _, done = step(scheduler)
-        for delta in done.deltas:
-            heard[delta.request_id] += 1
-            if delta.finish_reason:
-                order.append(delta.request_id)
-    assert scheduler.load().preemptions > 0
-    assert heard == {"old": 25, "new": 9, "last": 9}
-    assert order[-2:] == ["new", "last"] or order == ["new", "old", "last"]
-
-
-def test_what_runs_is_not_preempted_for_what_waits():
-    scheduler = make_scheduler(num_blocks=8, context_length=32)
-    scheduler.submit(make_request("a", prompt(12), max_tokens=8))
-    step(scheduler)
-    scheduler.submit(make_request("b", prompt(16, 40), max_tokens=4))
-    plan, _ = step(scheduler)
-    assert len(plan.slots) == 1
-    assert scheduler.load().waiting_requests == 1
-
-
-def test_a_shared_prefix_makes_room():
-    """Cached blocks that another request holds are not counted against the one that hits them."""
-    scheduler = make_scheduler(num_blocks=10, context_length=40)
-    scheduler.submit(make_request("a", prompt(24), max_tokens=8))
-    step(scheduler)
-    step(scheduler)
-    scheduler.submit(make_request("b", prompt(25), max_tokens=2))
-    plan, _ = step(scheduler)
-    assert plan.num_new.tolist() == [1, 1]
-    assert scheduler.load().prefix_hit_tokens == 24
-
-
 @pytest.mark.parametrize(
     ("sampling", "token", "expected"),
     [
@@ -150,84 +97,6 @@ def test_ends(sampling, token, expected):
         reasons.append(step(scheduler, token)[1].deltas[0].finish_reason)
     assert (len(reasons) - 1, reasons[-1]) == expected
     assert scheduler.plan() is None
-
-
-def test_a_moved_request_counts_what_the_user_has():
-    scheduler = make_scheduler()
-    sampling = SamplingParams(max_tokens=6, min_tokens=5)
-    scheduler.submit(make_request("a", prompt(10), num_emitted=4, sampling=sampling))
-    _, first = step(scheduler, EOS)
-    _, second = step(scheduler, EOS)
-    assert [delta.finish_reason for delta in (*first.deltas, *second.deltas)] == [None, FinishReason.STOP]
-    assert first.deltas[0].cached_tokens == 0
-
-
-def test_a_failed_step_ends_its_own_requests():
-    scheduler = make_scheduler(max_running_requests=2)
-    for name in "abc":
-        scheduler.submit(make_request(name, prompt(5, ord(name) - 90)))
-    plan = scheduler.plan()
-    scheduler.abort("a")
-    done = scheduler.fail(plan, EngineError("broken"))
-    scheduler.check()
-    assert [(delta.request_id, delta.error.message) for delta in done.deltas] == [("b", "broken")]
-    assert [name for name, *_ in rows(scheduler, scheduler.plan())] == ["c"]
-
-
-def test_a_request_that_could_not_be_prepared_ends_alone():
-    scheduler = make_scheduler()
-    for name in "abcd":
-        scheduler.submit(make_request(name, prompt(3, ord(name) - 90), max_tokens=2))
-    plan = scheduler.plan()
-    scheduler.abort("c")
-    errors = {1: EngineError("odd"), 2: EngineError("odd as well")}
-    done = scheduler.commit(plan, Sampled(np.array([1, -1, -1, 2], dtype=np.int32), errors=errors))
-    scheduler.check()
-    assert [(delta.request_id, delta.finish_reason) for delta in done.deltas] == [
-        ("b", FinishReason.ERROR),
-        ("a", None),
-        ("d", None),
-    ]
-    assert done.deltas[0].error.message == "odd"
-    assert [name for name, *_ in rows(scheduler, scheduler.plan())] == ["a", "d"]
-
-
-def test_odd_choices_are_refused():
-    scheduler = make_scheduler()
-    with pytest.raises(RequestError, match="choice: must be >= 0 and <= 2147483647, got -1"):
-        scheduler.submit(make_request("a", prompt(3), choice=-1))
-
-
-def test_a_token_outside_the_vocabulary_is_the_runners_failure():
-    scheduler = make_scheduler()
-    scheduler.submit(make_request("a", prompt(5)))
-    plan = scheduler.plan()
-    with pytest.raises(EngineError, match="vocabulary of 100"):
-        scheduler.commit(plan, Sampled(np.array([100], dtype=np.int32)))
-    scheduler.fail(plan, EngineError("broken"))
-    scheduler.check()
-
-
-def test_planning_twice_is_a_mistake():
-    scheduler = make_scheduler()
-    scheduler.submit(make_request("a", prompt(5)))
-    scheduler.plan()
-    with pytest.raises(AssertionError, match="under way"):
-        scheduler.plan()
-
-
-def test_packed_ids_that_end_within_an_id_are_refused():
-    scheduler = make_scheduler()
-    request = make_request("a", prompt(2))
-    with pytest.raises(RequestError, match="7 bytes"):
-        scheduler.submit(
-            type(request)(request_id="a", model="m", token_ids=b"\0" * 7, sampling=request.sampling)
-        )
-
-
-def test_config_says_what_is_wrong():
-    with pytest.raises(ConfigError, match="max_batch_tokens: must be >= 1, got 0"):
-        SchedulerConfig.parse({"max_batch_tokens": 0}, source="graph.yaml")
 
 
 def test_a_short_prompt_overtakes_a_long_one_that_is_under_way():
@@ -275,20 +144,6 @@ def test_a_tenant_overtakes_others_by_no_more_than_its_credit(monkeypatch):
     assert turns == ["second", "second", "first", "second", "first"], "two steps ahead, then in turns"
 
 
-def test_a_tenant_that_begins_a_flood_is_not_ahead_of_one_that_asks_all_the_time():
-    scheduler = make_scheduler(num_blocks=200, context_length=400)
-    for number, tenant in enumerate(("other", *["steady"] * 3)):
-        request = make_request(f"r{number}", prompt(30, 40 * number), max_tokens=1, tenant=tenant)
-        scheduler.submit(request)
-        if number:
-            computed_by_step(scheduler, 4 if number == 1 else 2)
-            assert scheduler.plan() is None
-    scheduler.submit(make_request("flood", prompt(200, 200), max_tokens=1, tenant="flood"))
-    assert computed_by_step(scheduler, 1) == [{"flood": 16}]
-    scheduler.submit(make_request("next", prompt(20, 500), max_tokens=1, tenant="steady"))
-    assert computed_by_step(scheduler, 3) == [{"next": 16}, {"flood": 16}, {"next": 4, "flood": 12}]
-
-
 def test_steps_are_short_while_tenants_take_turns(monkeypatch):
     monkeypatch.setattr(tenant_turns.TenantTurns, "turn_tokens", 10)
     scheduler = make_scheduler(num_blocks=200, context_length=400)
@@ -306,30 +161,6 @@ def test_step_limits_keep_prompts_in_parallel():
     assert SchedulerConfig(max_batch_tokens=512).step_limits(2048) == (512, 512)
 
 
-def test_prompts_of_one_tenant_are_computed_as_they_come():
-    alone, known = make_scheduler(num_blocks=200), make_scheduler(num_blocks=200)
-    known.submit(make_request("other", prompt(4, 500), max_tokens=1, tenant="other"))
-    step(known)
-    for scheduler in (alone, known):
-        for number, length in enumerate((50, 10, 40, 3)):
-            name = f"r{number}"
-            scheduler.submit(make_request(name, prompt(length, 60 * number), max_tokens=1, tenant="t"))
-    assert computed_by_step(alone, 7) == computed_by_step(known, 7)
-
-
-def test_what_is_cached_does_not_count_as_long():
-    scheduler = make_scheduler(
-        num_blocks=200, context_length=400, order="shortest", ageing=0.1, max_batch_tokens=40
-    )
-    scheduler.submit(make_request("a", prompt(80), max_tokens=1))
-    while scheduler.load().running_requests or scheduler.load().waiting_requests:
-        step(scheduler)
-    scheduler.submit(make_request("new", prompt(30, 50)))
-    scheduler.submit(make_request("known", prompt(90)))
-    plan, _ = step(scheduler)
-    assert rows(scheduler, plan) == [("known", 10, True), ("new", 30, True)]
-
-
 def test_a_long_prompt_is_not_overtaken_for_ever():
     scheduler = make_scheduler(num_blocks=2000, context_length=400, order="shortest", ageing=0.25)
     scheduler.submit(make_request("long", prompt(100)))
@@ -342,19 +173,6 @@ def test_a_long_prompt_is_not_overtaken_for_ever():
         scheduler.commit(plan, Sampled(np.where(plan.samples, 1, -1).astype(np.int32)))
         overtaken += 16
     assert 300 <= overtaken <= 400, "until what has come since is 84 tokens shorter, and aged by a quarter"
-
-
-def test_who_had_to_make_room_is_the_first_again():
-    scheduler = make_scheduler(num_blocks=12, order="shortest", max_batch_tokens=64)
-    for name in "ab":
-        scheduler.submit(make_request(name, prompt(12, 30 * (name == "b")), max_tokens=60))
-    while not scheduler.load().preemptions:
-        step(scheduler)
-    scheduler.submit(make_request("tiny", [3, 4]))
-    scheduler.abort("a")
-    plan, _ = step(scheduler)
-    assert plan is not None
-    assert next(iter(rows(scheduler, plan)))[0] == "b"
 
 
 def test_a_worker_takes_the_shortest_first_as_long_as_it_is_not_aggregated_and_as_many_tokens_as_these():

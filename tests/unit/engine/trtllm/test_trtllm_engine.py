@@ -1,28 +1,25 @@
 """The TensorRT-LLM adapter over a fake of the package: start, refusals, disaggregation, aborts."""
 
 import dataclasses
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from datetime import timedelta
-from types import SimpleNamespace
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.instances import Role
-from penstock.core.types.requests import FinishReason, KvHandle, KvRetention, SamplingParams
+from penstock.core.types.requests import FinishReason, KvHandle, KvRetention
 from penstock.engine.launch_host import SymbolicHost
 from penstock.engine.spec import EngineSpec
-from penstock.engine.streams.backend import Call
 from penstock.engine.trtllm import engine as adapter
-from penstock.engine.trtllm.arguments import argument_names, engine_launch, make_arguments, visible_devices
-from penstock.engine.trtllm.outputs import Context, read_result, sampling_arguments
+from penstock.engine.trtllm.arguments import argument_names, engine_launch, make_arguments
 from penstock.seams import KvBlocks, NativeKvTransfer
 from penstock.testing.engines.probe import EngineProbe, make_request
 from penstock.testing.loop import run_async
 from tests.fakes import tensorrt_llm as fake
 from tests.fakes.scheduler import installed
+from tests.support.run_by import in_loop
 
 
 @pytest.fixture
@@ -57,21 +54,20 @@ def start(of: EngineSpec) -> None:
     run_async(main())
 
 
-def test_without_the_package_one_line_says_what_to_install() -> None:
-    with pytest.raises(
-        ConfigError, match=r"tensorrt_llm is not installed; run `pip install 'tensorrt-llm>="
-    ) as refused:
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        (None, r"tensorrt_llm is not installed; run `pip install 'tensorrt-llm>="),
+        ("1.0.0", r"supports >=1\.1,<2; run"),
+        ("2.0.0rc1", r"supports >=1\.1,<2; run"),
+        ("1.1.0", "hardware cpu"),
+    ],
+)
+def test_what_is_missing_is_one_line(version, why) -> None:
+    package = nullcontext() if version is None else installed("tensorrt_llm", fake, version)
+    with package, pytest.raises(ConfigError, match=why) as refused:
         start(spec())
     assert "\n" not in refused.value.message
-
-
-@pytest.mark.parametrize("version", ["0.21.0", "1.0.0", "2.0.0rc1"])
-def test_another_version_is_refused(version) -> None:
-    with (
-        installed("tensorrt_llm", fake, version),
-        pytest.raises(ConfigError, match=r"supports >=1\.1,<2; run"),
-    ):
-        start(spec())
 
 
 @pytest.mark.parametrize(
@@ -86,29 +82,6 @@ def test_another_version_is_refused(version) -> None:
 def test_wrong_arguments_are_refused_with_the_fix(trtllm, changes, why) -> None:
     with pytest.raises(ConfigError, match=why):
         start(spec(**changes))
-
-
-@pytest.mark.parametrize(
-    ("method", "error", "why"),
-    [
-        (
-            "__init__",
-            ValueError(
-                "1 validation error for TorchLlmArgs\nkv_cache_config.fraction\n  Extra inputs\n more"
-            ),
-            r".*kv_cache_config\.fraction: Extra inputs",
-        ),
-        ("generate_async", RuntimeError("Executor worker failed"), "RuntimeError: Executor worker failed"),
-    ],
-)
-def test_a_failed_start_is_one_line(trtllm, monkeypatch, method, error, why) -> None:
-    def fail(self, *_, **__):
-        raise error
-
-    monkeypatch.setattr(fake.LLM, method, fail)
-    with pytest.raises(ConfigError, match=f"cannot start tiny: {why}") as refused:
-        start(spec())
-    assert "\n" not in refused.value.message
 
 
 def test_the_graph_reaches_the_arguments(trtllm) -> None:
@@ -135,16 +108,6 @@ def test_the_graph_reaches_the_arguments(trtllm) -> None:
     assert not plain.keys() & {"cache_transceiver_config", "enable_attention_dp", "max_batch_size"}
 
 
-def test_a_worker_sees_its_own_gpus_alone() -> None:
-    for visible, expected in ((None, "4,5"), ("9,8,7,6,5,4", "5,4")):
-        present = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        found = visible_devices(spec(device="cuda:4", tensor_parallel=2), present)
-        assert found == {"CUDA_VISIBLE_DEVICES": expected}
-    assert visible_devices(spec(device="cpu"), {}) == {}
-    with pytest.raises(ConfigError, match="needs GPUs 4 to 5, CUDA_VISIBLE_DEVICES has 2"):
-        visible_devices(spec(device="cuda:4", tensor_parallel=2), {"CUDA_VISIBLE_DEVICES": "0,1"})
-
-
 def test_a_start_has_the_arguments_of_the_description(trtllm, monkeypatch) -> None:
     given = {}
     init = fake.LLM.__init__
@@ -158,52 +121,6 @@ def test_a_start_has_the_arguments_of_the_description(trtllm, monkeypatch) -> No
     start(of)
     assert given == described.arguments
     assert engine_launch(spec(device="cuda:2"), SymbolicHost()).environment == {"CUDA_VISIBLE_DEVICES": "2"}
-
-
-def _call(**sampling) -> Call:
-    request = make_request("a", range(5), sampling=SamplingParams(max_tokens=9, **sampling))
-    return Call(
-        number=1,
-        request=request,
-        token_ids=[0],
-        sampling=request.sampling,
-        max_new_tokens=9,
-        min_new_tokens=0,
-    )
-
-
-def test_greedy_requests_set_nothing_that_samples() -> None:
-    greedy = sampling_arguments(_call(temperature=0.0, top_p=0.5, top_k=3, seed=1), (2, 4))
-    assert not greedy.keys() & {"temperature", "top_p", "top_k", "min_p", "seed"}
-    assert (greedy["end_id"], greedy["stop_token_ids"]) == (2, [4]), "a model may have several end tokens"
-    assert sampling_arguments(_call(ignore_eos=True), (2, 4)).get("stop_token_ids") is None
-    assert sampling_arguments(_call(), (2,))["temperature"] == 1.0, "without it TensorRT-LLM would be greedy"
-
-
-def test_outputs_are_cumulative_and_logprobs_may_be_numbers() -> None:
-    call = _call(logprobs=1)
-    call.num_generated = 1
-    output = fake.CompletionOutput(
-        token_ids=[5, 6], logprobs=[-0.1, {6: fake.Logprob(-0.7), 9: fake.Logprob(-0.2)}]
-    )
-    read = read_result(SimpleNamespace(outputs=[output], cached_tokens=0), call, (2,))
-    assert list(read.token_ids) == [6]
-    (only,) = read.logprobs
-    assert (only.token_id, only.logprob, only.top) == (6, -0.7, ((9, -0.2),))
-    output.logprobs = [-0.1, -0.7]
-    assert read_result(SimpleNamespace(outputs=[output]), call, ()).logprobs[0].logprob == -0.7
-
-
-def test_a_handle_of_another_kind_is_computed_anew() -> None:
-    assert Context.read(None) is None
-    assert Context.read(KvHandle.native(b"\xc1nonsense", 3, 1.0)) is None
-    context = Context(first_gen_tokens=[3], ctx_request_id=1, opaque_state=b"\x00\xff")
-    assert Context.read(KvHandle.native(msgspec.msgpack.encode(context), 3, 1.0)) == context
-    assert context.arguments(fake.Logprob) == {
-        "first_gen_tokens": [3],
-        "ctx_request_id": 1,
-        "opaque_state": b"\x00\xff",
-    }
 
 
 @asynccontextmanager
@@ -226,125 +143,46 @@ async def prefilled_handle(source: EngineProbe, request) -> KvHandle:
             return delta.kv
 
 
-def test_kv_goes_from_a_prefill_to_a_decode_engine(trtllm) -> None:
-    async def main() -> None:
-        async with disaggregated() as (source, target), EngineProbe(adapter.TrtllmEngine(spec())) as alone:
-            assert isinstance(source.engine, NativeKvTransfer)
-            assert not isinstance(source.engine, KvBlocks)
-            assert source.engine.kv_transfer_kind() == target.engine.kv_transfer_kind() == "trtllm-context-1"
-            request = make_request("a", range(100, 140), max_tokens=12)
-            (expected,) = await alone.run(request)
-            kv = await prefilled_handle(source, request)
-            (answer,) = await target.run(replace(request, kv=kv))
-            assert answer.token_ids == expected.token_ids
-            assert not fake.CONTEXTS, "the decode engine took the KV"
-            given = fake.CALLS[-1]["disaggregated"]
-            assert (given.request_type, given.first_gen_tokens) == ("generation_only", expected.token_ids[:1])
-            while source.engine.load().running_requests:
-                await source.step()
-            assert source.engine.load().prefilled_tokens == 40
-
-    run_async(main())
+@in_loop
+async def test_kv_goes_from_a_prefill_to_a_decode_engine(trtllm) -> None:
+    async with disaggregated() as (source, target), EngineProbe(adapter.TrtllmEngine(spec())) as alone:
+        assert isinstance(source.engine, NativeKvTransfer)
+        assert not isinstance(source.engine, KvBlocks)
+        assert source.engine.kv_transfer_kind() == target.engine.kv_transfer_kind() == "trtllm-context-1"
+        request = make_request("a", range(100, 140), max_tokens=12)
+        (expected,) = await alone.run(request)
+        kv = await prefilled_handle(source, request)
+        (answer,) = await target.run(replace(request, kv=kv))
+        assert answer.token_ids == expected.token_ids
+        assert not fake.CONTEXTS, "the decode engine took the KV"
+        given = fake.CALLS[-1]["disaggregated"]
+        assert (given.request_type, given.first_gen_tokens) == ("generation_only", expected.token_ids[:1])
+        while source.engine.load().running_requests:
+            await source.step()
+        assert source.engine.load().prefilled_tokens == 40
 
 
-def test_the_first_tokens_logprobs_go_from_prefill_to_decode(trtllm) -> None:
-    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)
-    asking = make_request("a", range(100, 140), sampling=sampling)
-
-    async def main() -> None:
-        async with disaggregated() as (source, target), EngineProbe(adapter.TrtllmEngine(spec())) as alone:
-            (expected,) = await alone.run(asking)
-            without = make_request("b", range(100, 140), max_tokens=12)
-            for prefilled, request_type in ((asking, "generation_only"), (without, None)):
-                kv = await prefilled_handle(source, prefilled)
-                (answer,) = await target.run(replace(asking, kv=kv))
-                assert (answer.error, answer.token_ids) == (None, expected.token_ids)
-                assert answer.logprobs == expected.logprobs
-                given = fake.CALLS[-1]["disaggregated"]
-                assert (given and given.request_type) == request_type, "without them it computes the prompt"
-
-    run_async(main())
+@in_loop
+async def test_retention_reaches_tensorrt_llm_on_its_scale(trtllm) -> None:
+    async with EngineProbe(adapter.TrtllmEngine(spec())) as probe:
+        for priority, ttl_s, scaled in ((7, 60, 100), (-8, None, 0), (0, 5, 35), (2, 1.5, 54)):
+            asked = KvRetention(priority=priority, ttl_s=ttl_s)
+            await probe.run(replace(make_request(f"r{priority}", range(100, 110)), retention=asked))
+            (prompt,) = fake.CALLS[-1]["retention"].token_range_retention_configs
+            assert (prompt.token_start, prompt.token_end, prompt.priority) == (0, None, scaled)
+            assert prompt.duration_ms == (ttl_s and timedelta(seconds=ttl_s))
+        with pytest.raises(RequestError, match=r"kv_retention\.ttl_s: must be <= 3600"):
+            probe.submit(replace(make_request("c", [1]), retention=KvRetention(priority=1, ttl_s=1e6)))
 
 
-def test_logprobs_of_every_shape_survive_the_wire() -> None:
-    positions = [-0.5, {3: fake.Logprob(-0.7, 1), 5: fake.Logprob(float("-inf"))}]
-    for given in (positions, [positions]):
-        context = Context.of(fake.DisaggregatedParams(first_gen_log_probs=given))
-        read = Context.read(KvHandle.native(msgspec.msgpack.encode(context), 3, 1.0))
-        assert read.arguments(fake.Logprob)["first_gen_log_probs"] == given
-    malformed = msgspec.msgpack.encode({"first_gen_log_probs": ["x"]})
-    assert Context.read(KvHandle.native(malformed, 3, 1.0)) is None
-
-
-@pytest.mark.parametrize(
-    ("asked", "priority", "ttl_s"),
-    [
-        (KvRetention(priority=7), 100, 60),
-        (KvRetention(priority=-8), 0, None),
-        (KvRetention(priority=0, ttl_s=5), 35, 5),
-        (KvRetention(priority=2, ttl_s=1.5), 54, 1.5),
-    ],
-)
-def test_retention_reaches_tensorrt_llm_on_its_scale(trtllm, asked, priority, ttl_s) -> None:
-    async def main() -> None:
-        async with EngineProbe(adapter.TrtllmEngine(spec())) as probe:
-            await probe.run(make_request("a", range(100, 110)))
-            assert fake.CALLS[-1]["retention"] is None
-            await probe.run(replace(make_request("b", range(100, 110)), retention=asked))
-            config = fake.CALLS[-1]["retention"]
-            (prompt,) = config.token_range_retention_configs
-            duration = None if ttl_s is None else timedelta(seconds=ttl_s)
-            assert (prompt.token_start, prompt.token_end) == (0, None)
-            assert (prompt.priority, prompt.duration_ms) == (priority, duration)
-            assert (config.decode_retention_priority, config.decode_duration_ms) == (priority, duration)
-            with pytest.raises(RequestError, match=r"kv_retention\.ttl_s: must be <= 3600"):
-                probe.submit(replace(make_request("c", [1]), retention=KvRetention(priority=1, ttl_s=1e6)))
-
-    run_async(main())
-
-
-def test_without_kv_a_decode_engine_computes_the_prompt(trtllm) -> None:
-    async def main() -> None:
-        async with disaggregated() as (source, target):
-            request = make_request("a", range(100, 140), max_tokens=12)
-            (answer,) = await target.run(request)
-            kv = await prefilled_handle(source, request)
-            (again,) = await target.run(replace(request, kv=replace(kv, payload=b"\xc1")))
-            assert answer.token_ids == again.token_ids
-            fake.CONTEXTS.clear()  # as if the prefill worker had been lost
-            (failed,) = await target.run(replace(request, kv=kv))
-            assert failed.error is not None
-            assert failed.error.code == "step_failed", "the router tries it elsewhere"
-
-    run_async(main())
-
-
-def test_an_abort_waits_for_kv_that_is_on_its_way(trtllm) -> None:
-    async def main() -> None:
-        async with disaggregated() as (source, target):
-            request = make_request("a", range(100, 140), max_tokens=100)
-            kv = await prefilled_handle(source, request)
-            target.submit(replace(request, kv=kv))
-            target.abort("a")
-            assert not fake.ABORTED
-            (other,) = await target.run(make_request("b", range(50), max_tokens=30))
-            assert len(other.token_ids) == 30
-            assert len(fake.ABORTED) == 1
-            assert target.engine.load().running_requests == 0
-
-    run_async(main())
-
-
-def test_a_request_goes_to_its_rank(trtllm) -> None:
-    async def main() -> None:
-        with installed("tensorrt_llm.scheduling_params", fake, "1.1.0"):
-            async with EngineProbe(adapter.TrtllmEngine(spec(data_parallel=2, kv_blocks=80))) as probe:
-                assert probe.info.data_parallel == 2
-                requests = [make_request(name, range(40), max_tokens=4) for name in "ab"]
-                await probe.run(replace(requests[0], rank=1), requests[1])
-                said = [call["scheduling"] for call in fake.CALLS[-2:]]
-                assert sorted(each.attention_dp_rank for each in said) == [0, 1]
-                assert {each.attention_dp_relax for each in said} == {False}
-                assert [rank.generated_tokens for rank in probe.engine.load().ranks] == [4, 4]
-
-    run_async(main())
+@in_loop
+async def test_a_request_goes_to_its_rank(trtllm) -> None:
+    with installed("tensorrt_llm.scheduling_params", fake, "1.1.0"):
+        async with EngineProbe(adapter.TrtllmEngine(spec(data_parallel=2, kv_blocks=80))) as probe:
+            assert probe.info.data_parallel == 2
+            requests = [make_request(name, range(40), max_tokens=4) for name in "ab"]
+            await probe.run(replace(requests[0], rank=1), requests[1])
+            said = [call["scheduling"] for call in fake.CALLS[-2:]]
+            assert sorted(each.attention_dp_rank for each in said) == [0, 1]
+            assert {each.attention_dp_relax for each in said} == {False}
+            assert [rank.generated_tokens for rank in probe.engine.load().ranks] == [4, 4]

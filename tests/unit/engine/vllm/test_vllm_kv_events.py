@@ -61,14 +61,6 @@ def test_a_steps_events_are_those_of_the_prompts_that_routers_hash() -> None:
     assert events.take() == ()
 
 
-def test_each_rank_has_blocks_of_its_own() -> None:
-    events, ids = events_of(data_parallel=2), list(range(BLOCK))
-    for rank in (1, 0):
-        events.read(rank, {KV_EVENTS: [batch(stored(9, tokens=ids))]})
-    assert [(rank, len(told)) for rank, told in events.take()] == [(1, 1), (0, 1)]
-    assert [reader.num_blocks for reader in events.readers] == [1, 1]
-
-
 def test_a_batch_that_cannot_be_read_clears_what_was_known() -> None:
     events = events_of()
     events.read(0, {KV_EVENTS: [batch(stored(9, tokens=list(range(BLOCK))))]})

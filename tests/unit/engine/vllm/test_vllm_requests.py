@@ -2,7 +2,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,12 +41,6 @@ def test_tokens_emitted_elsewhere_shorten_the_answer() -> None:
         sampling_arguments(request(num_emitted=20))
 
 
-def test_numbers_are_kept_within_what_can_be_sent_to_vllms_core() -> None:
-    huge = sampling_arguments(request(max_tokens=1 << 64, min_tokens=1 << 65, top_k=1 << 64))
-    assert (huge["max_tokens"], huge["min_tokens"], huge["top_k"]) == ((1 << 31) - 1,) * 3
-    assert sampling_arguments(request(top_k=None))["top_k"] == 0
-
-
 def test_choices_of_one_seed_differ() -> None:
     assert sampling_arguments(request())["seed"] is None
     assert sampling_arguments(request(seed=7, choice=2))["seed"] == 9
@@ -76,29 +69,6 @@ def test_finish_reasons(reason: str | None, expected: FinishReason | None) -> No
     assert (delta.error is not None) == (expected is FinishReason.ERROR)
     if delta.error is not None:
         assert delta.error.code == "step_failed", "routers try it elsewhere"
-
-
-def test_only_the_first_delta_says_what_was_cached() -> None:
-    running, counts = Running.of(request(), 0.0), LoadCounts()
-    stats = SimpleNamespace(num_cached_tokens=64, num_computed_tokens=36)
-    counts.begin("r-0", running)
-    first = output(4, request_id="r-0", prefill_stats=stats)
-    assert delta_of(running, first).cached_tokens == 64
-    counts.count(running, first)
-    assert delta_of(running, output(5)).cached_tokens is None
-
-
-def test_logprobs_are_rows_that_begin_with_the_sampled_token() -> None:
-    lists = SimpleNamespace(
-        logprob_token_ids=np.array([[7, 9, 7]]), logprobs=np.array([[-1.5, -0.5, -1.5]], dtype=np.float32)
-    )
-    for number, top in ((2, ((9, -0.5), (7, -1.5))), (1, ((9, -0.5),)), (0, ())):
-        running = Running.of(request(logprobs=number), 0.0)
-        (entry,) = delta_of(running, output(7, new_logprobs=lists)).logprobs
-        assert (entry.token_id, entry.logprob, entry.top) == (7, -1.5, top), (
-            "others of the batch ask for more"
-        )
-    assert delta_of(Running.of(request(), 0.0), output(7)).logprobs == ()
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
-from penstock.core.errors import EngineError
 from penstock.core.types.events import AllBlocksCleared, BlockStored, Holder, KvEvent, Tier
 from penstock.core.types.instances import EngineInfo, KvHolder, Role
 from penstock.core.types.load import KvTierCounts
@@ -22,7 +20,7 @@ from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm import engine as engine_module
 from penstock.engine.vllm.engine import VllmEngine
 from penstock.engine.vllm.tiers.stats import pack_stats
-from penstock.sim.loop.loop import run_virtual
+from tests.support.run_by import in_virtual_time
 
 KEY = bytes(range(16))
 STORED = BlockStored(block_hashes=pack_hashes([7]), parent_block_hash=None, block_size=32, tier=Tier.HOST)
@@ -86,89 +84,46 @@ async def started(
     return engine, await engine.start(), asyncio.get_running_loop().time() - before_s
 
 
-def test_a_start_ends_when_the_tiers_are_known_and_their_blocks_are_told(
+@in_virtual_time
+async def test_a_start_ends_when_the_tiers_are_known_and_their_blocks_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def scene() -> None:
-        engine, info, seconds = await started(
-            monkeypatch, [told(0, known=False), told(0, STORED), told(0)], host="2x"
-        )
-        assert info.block_size == 32
-        assert seconds == 2 * STEP_S
-        assert [counts.cached_blocks for counts in engine.load().kv_tiers] == [1]
-        step = await anext(engine.steps())
-        assert step.events == (STORED,)
-
-    run_virtual(scene())
-
-
-def test_every_data_parallel_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        _, _, seconds = await started(
-            monkeypatch, [told(1, STORED), told(1), told(0), told(1)], ranks=2, host="2x"
-        )
-        assert seconds == 3 * STEP_S
-
-    run_virtual(scene())
+    engine, info, seconds = await started(
+        monkeypatch, [told(0, known=False), told(0, STORED), told(0)], host="2x"
+    )
+    assert info.block_size == 32
+    assert seconds == 2 * STEP_S
+    assert [counts.cached_blocks for counts in engine.load().kv_tiers] == [1]
+    step = await anext(engine.steps())
+    assert step.events == (STORED,)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_one_rank_tells_of_shared_blocks_and_the_others_are_woken_to_hear_of_them(
+@in_virtual_time
+async def test_one_rank_tells_of_shared_blocks_and_the_others_are_woken_to_hear_of_them(
     monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
     """If the holder is not known in time, its blocks are told as the worker's own."""
+
     holders = [KvHolder(kind=Holder.HOST, id="arena", blocks=8)] if is_known else []
     shared = replace(STORED, holder=Holder.HOST)
     cleared = AllBlocksCleared(holder=Holder.HOST)
-
-    async def scene() -> None:
-        messages = [
-            told(rank, *events, holders=holders) for rank, events in enumerate([(cleared, shared), (shared,)])
-        ]
-        engine, info, _ = await started(monkeypatch, messages, ranks=2, host="2x")
-        assert info.kv_holders == tuple(holders)
-        assert info.lower_tier_blocks == (0 if is_known else 4)
-        core = engine._core
-        await asyncio.sleep(35.0)
-        assert len(core.woken_s) == (3 if is_known else 0)
-        steps = engine.steps()
-        found = [(await anext(steps)).events for _ in range(2)]
-        assert found == ([(cleared, shared), ()] if is_known else [(STORED,), (STORED,)])
-        engine._core = None
-        await engine.close()
-        await asyncio.sleep(20.0)
-        assert len(core.woken_s) == (3 if is_known else 0)
-
-    run_virtual(scene())
-
-
-def test_without_tiers_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        _, _, seconds = await started(monkeypatch, [])
-        assert not seconds
-
-    run_virtual(scene())
-
-
-def test_tiers_that_say_nothing_end_the_wait_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        with capture_logs() as logs:
-            engine, info, seconds = await started(monkeypatch, [told(0, known=False)], host="2x")
-        assert info.total_blocks == 64
-        assert seconds == pytest.approx(60.0)
-        (warning,) = (entry for entry in logs if entry["log_level"] == "warning")
-        assert (warning["event"], warning["waited_s"]) == ("kv_tiers_unknown", 60.0)
-        assert engine.load().kv_tiers == ()
-
-    run_virtual(scene())
-
-
-def test_a_core_that_dies_meanwhile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        with pytest.raises(EngineError, match="vLLM died: no memory"):
-            await started(monkeypatch, [told(0, known=False), MemoryError("no memory")], host="2x")
-
-    run_virtual(scene())
+    messages = [
+        told(rank, *events, holders=holders) for rank, events in enumerate([(cleared, shared), (shared,)])
+    ]
+    engine, info, _ = await started(monkeypatch, messages, ranks=2, host="2x")
+    assert info.kv_holders == tuple(holders)
+    assert info.lower_tier_blocks == (0 if is_known else 4)
+    core = engine._core
+    await asyncio.sleep(35.0)
+    assert len(core.woken_s) == (3 if is_known else 0)
+    steps = engine.steps()
+    found = [(await anext(steps)).events for _ in range(2)]
+    assert found == ([(cleared, shared), ()] if is_known else [(STORED,), (STORED,)])
+    engine._core = None
+    await engine.close()
+    await asyncio.sleep(20.0)
+    assert len(core.woken_s) == (3 if is_known else 0)
 
 
 def test_a_start_has_what_its_description_says(monkeypatch: pytest.MonkeyPatch) -> None:

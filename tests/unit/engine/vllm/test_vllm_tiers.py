@@ -135,17 +135,6 @@ def request(tokens: list[int], **fields: Any) -> Any:
     return SimpleNamespace(**own | fields, all_token_ids=tokens, num_tokens=len(tokens))
 
 
-def test_blocks_are_named_as_routers_name_them_also_when_tokens_come() -> None:
-    tokens, salt = list(range(100)), b"model|cache_salt=tenant"
-    hashes = PromptHashes(32, KEY)
-    for length in (10, 64, 70, 100):
-        found = hashes.of(request(tokens[:length], cache_salt=salt.hex()))
-        assert found is not None
-        assert found.tolist() == block_hashes(tokens[:length], 32, salt, key=KEY).tolist()
-    hashes.forget("r")
-    assert not hashes._known
-
-
 def test_adapters_and_salts_never_share_a_block() -> None:
     tokens = list(range(64))
     card = ModelCard(name="m", context_length=64, block_size=32, salt=b"rev1")

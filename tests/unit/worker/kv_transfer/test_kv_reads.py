@@ -11,11 +11,11 @@ from penstock.core.types.instances import Role
 from penstock.kv.measured import MeasuredSpeed
 from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.sim.loop.loop import run_virtual
 from penstock.worker.kv_transfer.peer_source import PeerSource
 from penstock.worker.kv_transfer.reads import KvReads
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import PRICES, SlowTransport, tiny_engine, tiny_request, whole_answer
+from tests.support.run_by import in_virtual_time
 
 BYTES_PER_S = 1e5
 """As the topology has it: the 64 bytes of a block take less than a tenth of what computing its 4 tokens does."""
@@ -23,35 +23,34 @@ LENGTH = 50
 
 
 @pytest.mark.parametrize(("bytes_per_s", "ends_remote"), [(BYTES_PER_S, True), (BYTES_PER_S / 20, False)])
-def test_a_link_that_is_slower_than_was_said_keeps_prompts_where_they_are_answered(bytes_per_s, ends_remote):
+@in_virtual_time
+async def test_a_link_that_is_slower_than_was_said_keeps_prompts_where_they_are_answered(
+    bytes_per_s, ends_remote
+):
     router = RouterConfig(
         topology=Topology(same_host=NetworkPath(latency_s=0, bandwidth_bytes_per_s=BYTES_PER_S)),
         disagg=DisaggConfig(remote_tokens_min=1, kv_transfer_s=0),
     )
-
-    async def main():
-        async with MemoryCluster() as cluster, AsyncExitStack() as stack:
-            for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-                transport = SlowTransport(lambda num_bytes: num_bytes / bytes_per_s)
-                await cluster.start(name, tiny_engine(800), role=role, prices=PRICES, transport=transport)
-            dispatcher = await stack.enter_async_context(cluster.dispatcher(router))
-            await dispatcher.looked()
-            for number in range(12):  # whom prompts that are computed beside them hold up
-                stream = dispatcher.open(tiny_request(f"stream{number}", 12, 380, seed=99 + number))
-                await anext(await stack.enter_async_context(stream))
-            await asyncio.sleep(0.2)  # until their worker has told of them
-            remote = []
-            for number in range(6):
-                await whole_answer(dispatcher, tiny_request(f"r{number}", LENGTH, 3, seed=number))
-                remote.append(dispatcher.explain(f"r{number}")[0].prefill.remote)
-            (read,) = cluster.worker("d").kv_transfer.reads.latest
-            assert read.prefill_worker == cluster.worker("p").instance.worker_id
-            assert (read.transport, read.num_bytes / read.seconds) == ("memory", pytest.approx(bytes_per_s))
-            seen = {view.name: view.load for view in dispatcher.workers()}
-            assert [one.transport for one in seen["d"]["kv_reads"]] == ["memory"]
-            assert (remote[1], remote[-1]) == (True, ends_remote), remote
-
-    run_virtual(main())
+    async with MemoryCluster() as cluster, AsyncExitStack() as stack:
+        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+            transport = SlowTransport(lambda num_bytes: num_bytes / bytes_per_s)
+            await cluster.start(name, tiny_engine(800), role=role, prices=PRICES, transport=transport)
+        dispatcher = await stack.enter_async_context(cluster.dispatcher(router))
+        await dispatcher.looked()
+        for number in range(12):  # whom prompts that are computed beside them hold up
+            stream = dispatcher.open(tiny_request(f"stream{number}", 12, 380, seed=99 + number))
+            await anext(await stack.enter_async_context(stream))
+        await asyncio.sleep(0.2)  # until their worker has told of them
+        remote = []
+        for number in range(6):
+            await whole_answer(dispatcher, tiny_request(f"r{number}", LENGTH, 3, seed=number))
+            remote.append(dispatcher.explain(f"r{number}")[0].prefill.remote)
+        (read,) = cluster.worker("d").kv_transfer.reads.latest
+        assert read.prefill_worker == cluster.worker("p").instance.worker_id
+        assert (read.transport, read.num_bytes / read.seconds) == ("memory", pytest.approx(bytes_per_s))
+        seen = {view.name: view.load for view in dispatcher.workers()}
+        assert [one.transport for one in seen["d"]["kv_reads"]] == ["memory"]
+        assert (remote[1], remote[-1]) == (True, ends_remote), remote
 
 
 def test_totals_by_prefill_worker_and_the_latest_of_them_are_told():

@@ -7,7 +7,6 @@ import pytest
 
 from penstock.core.errors import RequestError
 from penstock.core.ids import PinId, RequestId, WorkerId
-from penstock.core.types.instances import Role
 from penstock.core.types.requests import KvHandle, Prefetch
 from penstock.core.wire import encode, pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
@@ -19,6 +18,7 @@ from tests.support.kv_transfer import VOCAB, connect_late
 from tests.support.kv_transfer import tiny_engine as engine
 from tests.support.kv_transfer import tiny_request as request
 from tests.support.kv_transfer import whole_answer as answer
+from tests.support.run_by import run_by
 from tests.support.worker_stage import Sink
 
 
@@ -52,67 +52,48 @@ def test_an_answer_is_the_same_as_from_one_worker(length, kv_bytes):
     run_scenario(scene, kv_bytes=kv_bytes)
 
 
-def test_what_the_decode_worker_has_is_not_fetched():
-    async def scene(cluster, dispatcher):
-        await answer(dispatcher, request("a", 40))
-        await answer(dispatcher, request("b", 60))
-        assert cluster.worker("d0").kv_transfer.incoming.fetched_blocks == 15
-        assert cluster.engine("p0").load().prefix_hit_tokens == 40
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_what_the_decode_worker_has_is_not_fetched(cluster, dispatcher):
+    await answer(dispatcher, request("a", 40))
+    await answer(dispatcher, request("b", 60))
+    assert cluster.worker("d0").kv_transfer.incoming.fetched_blocks == 15
+    assert cluster.engine("p0").load().prefix_hit_tokens == 40
 
 
-def test_an_answer_of_one_token_is_not_transferred():
-    async def scene(cluster, dispatcher):
-        asked = request("a", max_tokens=1)
-        assert await answer(dispatcher, asked) == await expected(asked)
-        assert cluster.engine("d0").load().steps == 0
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_an_answer_of_one_token_is_not_transferred(cluster, dispatcher):
+    asked = request("a", max_tokens=1)
+    assert await answer(dispatcher, asked) == await expected(asked)
+    assert cluster.engine("d0").load().steps == 0
 
 
-def test_without_a_prefill_worker_decode_workers_serve_alone_and_it_is_used_once_it_is_back():
-    async def scene(cluster, dispatcher):
-        cluster.kill("p0")
-        asked = request("a")
-        assert await answer(dispatcher, asked) == await expected(asked)
-        await cluster.start("p1", engine(), role=Role.PREFILL)
-        await asyncio.sleep(1)
-        await answer(dispatcher, request("b", seed=5))
-        assert cluster.engine("p1").load().prefilled_tokens == 50
-
-    run_scenario(scene)
-
-
-def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_again():
-    async def scene(cluster, dispatcher):
-        asked = request("a")
-        connect_late(cluster.worker("d0"), 5)
-        async with dispatcher.open(asked) as stream:
-            first = await anext(stream)
-            await asyncio.sleep(2)
-            assert cluster.worker("p0").kv_transfer.exports.expired == 1
-            assert cluster.worker("p0")._driver.load().kv_expired == 1
-            assert cluster.engine("p0").load().active_blocks == 0
-            tokens = unpack_tokens(first.token_ids).tolist()
-            async for delta in stream:
-                tokens += unpack_tokens(delta.token_ids).tolist()
-        assert tokens == (await expected(asked))[0]
-        assert cluster.engine("d0").load().prefilled_tokens == 51
-        assert cluster.worker("d0").kv_transfer.incoming.failures == {"deadline_exceeded": 1}
-
-    run_scenario(scene, config=WorkerConfig(kv_transfer=KvTransferConfig(pin_ttl_s=1)))
+@run_by(run_scenario, config=WorkerConfig(kv_transfer=KvTransferConfig(pin_ttl_s=1)))
+async def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_again(
+    cluster, dispatcher
+):
+    asked = request("a")
+    connect_late(cluster.worker("d0"), 5)
+    async with dispatcher.open(asked) as stream:
+        first = await anext(stream)
+        await asyncio.sleep(2)
+        assert cluster.worker("p0").kv_transfer.exports.expired == 1
+        assert cluster.worker("p0")._driver.load().kv_expired == 1
+        assert cluster.engine("p0").load().active_blocks == 0
+        tokens = unpack_tokens(first.token_ids).tolist()
+        async for delta in stream:
+            tokens += unpack_tokens(delta.token_ids).tolist()
+    assert tokens == (await expected(asked))[0]
+    assert cluster.engine("d0").load().prefilled_tokens == 51
+    assert cluster.worker("d0").kv_transfer.incoming.failures == {"deadline_exceeded": 1}
 
 
-def test_no_more_blocks_are_held_than_allowed():
-    async def scene(cluster, dispatcher):
-        asked = request("a")
-        assert (await answer(dispatcher, asked))[:2] == (await expected(asked))[:2]
-        assert cluster.worker("p0").kv_transfer.exports.refused == 1
-        assert cluster.worker("p0")._driver.load().kv_refused == 1
-        assert cluster.engine("d0").load().prefilled_tokens == 51
-
-    run_scenario(scene, config=WorkerConfig(kv_transfer=KvTransferConfig(pinned_share_max=0.01)))
+@run_by(run_scenario, config=WorkerConfig(kv_transfer=KvTransferConfig(pinned_share_max=0.01)))
+async def test_no_more_blocks_are_held_than_allowed(cluster, dispatcher):
+    asked = request("a")
+    assert (await answer(dispatcher, asked))[:2] == (await expected(asked))[:2]
+    assert cluster.worker("p0").kv_transfer.exports.refused == 1
+    assert cluster.worker("p0")._driver.load().kv_refused == 1
+    assert cluster.engine("d0").load().prefilled_tokens == 51
 
 
 @pytest.mark.parametrize(("length", "is_remote"), [(300, True), (5, False)])
@@ -176,13 +157,11 @@ def test_where_tokens_have_to_come_at_a_pace_a_prompt_that_holds_streams_up_is_c
     run_scenario(scene, router=router)
 
 
-def test_an_error_of_the_request_ends_it():
-    async def scene(_cluster, dispatcher):
-        wrong = msgspec.structs.replace(request("a", 3), token_ids=pack_tokens([VOCAB + 5, 2, 3]))
-        with pytest.raises(RequestError, match="token id 505"):
-            await answer(dispatcher, wrong)
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_an_error_of_the_request_ends_it(cluster, dispatcher):
+    wrong = msgspec.structs.replace(request("a", 3), token_ids=pack_tokens([VOCAB + 5, 2, 3]))
+    with pytest.raises(RequestError, match="token id 505"):
+        await answer(dispatcher, wrong)
 
 
 @pytest.mark.parametrize("transfer_id", [b"", bytes(15), bytes(17), bytes(1 << 19)], ids=len)
@@ -192,29 +171,27 @@ def test_a_transfer_id_of_another_length_than_16_bytes_is_no_message(transfer_id
         PIN_MESSAGES.decode(encode(PinFollow(transfer_id=transfer_id, read_id=1)))
 
 
-def test_hashes_that_are_none_end_nobody_elses_connection():
+@run_by(kv_transfer_scene.run_scenario)
+async def test_hashes_that_are_none_end_nobody_elses_connection(cluster, dispatcher):
     """One hash has 16 bytes; what a broken frontend sends is its own request's fate."""
 
-    async def scene(cluster, dispatcher):
-        await answer(dispatcher, request("a"))
-        worker, sink = cluster.worker("d0"), Sink()
-        worker.connected(sink)
-        hashes = bytes(3 * 16 + 8)
-        source = cluster.worker("p0").kv_transfer.exchange.source
-        prefetch = Prefetch(RequestId("b"), hashes, bytes(16), WorkerId(1), source)
-        worker.prefetch(prefetch, sink)
-        assert len(worker.kv_transfer) == 0
-        handle = KvHandle(
-            prefill_worker=WorkerId(1),
-            pin_id=PinId(1),
-            ttl_s=1.0,
-            num_tokens=12,
-            block_ids=bytes(12),
-            source=source,
-        )
-        asked = msgspec.structs.replace(request("b", length=12), kv=handle, block_hashes=hashes)
-        worker.submit(asked, sink)
-        assert sink.error("b") == "invalid_request_error"
-        worker.disconnected(sink)
-
-    kv_transfer_scene.run_scenario(scene)
+    await answer(dispatcher, request("a"))
+    worker, sink = cluster.worker("d0"), Sink()
+    worker.connected(sink)
+    hashes = bytes(3 * 16 + 8)
+    source = cluster.worker("p0").kv_transfer.exchange.source
+    prefetch = Prefetch(RequestId("b"), hashes, bytes(16), WorkerId(1), source)
+    worker.prefetch(prefetch, sink)
+    assert len(worker.kv_transfer) == 0
+    handle = KvHandle(
+        prefill_worker=WorkerId(1),
+        pin_id=PinId(1),
+        ttl_s=1.0,
+        num_tokens=12,
+        block_ids=bytes(12),
+        source=source,
+    )
+    asked = msgspec.structs.replace(request("b", length=12), kv=handle, block_hashes=hashes)
+    worker.submit(asked, sink)
+    assert sink.error("b") == "invalid_request_error"
+    worker.disconnected(sink)

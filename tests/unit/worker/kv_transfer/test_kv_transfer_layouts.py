@@ -11,7 +11,6 @@ from penstock.core.hashing import block_hashes
 from penstock.core.types.instances import Role
 from penstock.core.types.kv.layout import KvLayout
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import (
     BLOCK_SIZE,
@@ -21,6 +20,7 @@ from tests.support.kv_transfer import (
     tiny_request,
     whole_answer,
 )
+from tests.support.run_by import in_virtual_time
 
 ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
 MODEL = KvLayout(
@@ -72,31 +72,28 @@ def block(engine, hashes):
         (layout(LATENT, tp=2), layout(LATENT, pp=2)),
     ],
 )
-def test_an_answer_is_exact_whatever_the_layouts(source, target):
+@in_virtual_time
+async def test_an_answer_is_exact_whatever_the_layouts(source, target):
     asked = [tiny_request("a", 50), tiny_request("b", 70, seed=3), tiny_request("c", 60)]
-
-    async def main():
-        async with MemoryCluster() as cluster, cluster.dispatcher(ALWAYS) as dispatcher:
-            await cluster.start("p", tiny_laid_out_engine(source, 150), role=Role.PREFILL)
-            await cluster.start("d", tiny_laid_out_engine(target), role=Role.DECODE)
-            await dispatcher.looked()
-            found = [(await whole_answer(dispatcher, one))[0] for one in asked]
-            kv_transfer = cluster.worker("d").kv_transfer
-            assert kv_transfer.incoming.failures == {}
-            assert kv_transfer.incoming.fetched_blocks == 50 // 4 + 70 // 4 + 60 // 4 - 50 // 4
-            assert cluster.engine("d").load().prefilled_tokens == 3, "the first token of each"
-            for one in asked:
-                hashes = block_hashes(one.token_ids, BLOCK_SIZE)
-                for depth in range(1, len(hashes) + 1):
-                    here, there = (block(cluster.engine(name), hashes[:depth]) for name in "pd")
-                    assert here.any()
-                    np.testing.assert_array_equal(here, there)
-            await asyncio.sleep(1)
-            for name in "pd":
-                check_nothing_is_held(cluster.worker(name), cluster.engine(name))
-        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
-            await cluster.start("alone", tiny_engine())
-            await dispatcher.looked()
-            assert found == [(await whole_answer(dispatcher, one))[0] for one in asked]
-
-    run_virtual(main())
+    async with MemoryCluster() as cluster, cluster.dispatcher(ALWAYS) as dispatcher:
+        await cluster.start("p", tiny_laid_out_engine(source, 150), role=Role.PREFILL)
+        await cluster.start("d", tiny_laid_out_engine(target), role=Role.DECODE)
+        await dispatcher.looked()
+        found = [(await whole_answer(dispatcher, one))[0] for one in asked]
+        kv_transfer = cluster.worker("d").kv_transfer
+        assert kv_transfer.incoming.failures == {}
+        assert kv_transfer.incoming.fetched_blocks == 50 // 4 + 70 // 4 + 60 // 4 - 50 // 4
+        assert cluster.engine("d").load().prefilled_tokens == 3, "the first token of each"
+        for one in asked:
+            hashes = block_hashes(one.token_ids, BLOCK_SIZE)
+            for depth in range(1, len(hashes) + 1):
+                here, there = (block(cluster.engine(name), hashes[:depth]) for name in "pd")
+                assert here.any()
+                np.testing.assert_array_equal(here, there)
+        await asyncio.sleep(1)
+        for name in "pd":
+            check_nothing_is_held(cluster.worker(name), cluster.engine(name))
+    async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+        await cluster.start("alone", tiny_engine())
+        await dispatcher.looked()
+        assert found == [(await whole_answer(dispatcher, one))[0] for one in asked]

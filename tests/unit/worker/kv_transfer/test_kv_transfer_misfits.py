@@ -23,6 +23,7 @@ from tests.support.kv_transfer import (
     whole_answer,
 )
 from tests.support.manual_engine import ManualEngine
+from tests.support.run_by import in_virtual_time, run_by
 
 ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
 MODEL = KvLayout(
@@ -57,25 +58,25 @@ def problems(dispatcher):
         (tiny_engine, "num_layers is 1 at the source"),
     ],
 )
-def test_a_prefill_worker_that_fits_nobody_gets_nothing_until_somebody_fits_it(engine, text):
-    async def scene(cluster, dispatcher):
-        await cluster.start("p", engine(), role=Role.PREFILL)
-        await cluster.start("d", tiny_laid_out_engine(MODEL), role=Role.DECODE)
-        await dispatcher.looked()
-        tokens, *_ = await whole_answer(dispatcher, tiny_request("a"))
-        assert len(tokens) == 20
-        assert cluster.engine("p").load().steps == 0
-        assert problems(dispatcher)["p"].startswith("none of 1 workers can go on with its prompts; d: ")
-        assert text in problems(dispatcher)["p"]
-        assert problems(dispatcher)["d"].startswith("none of 1 workers can hand it prompts; p: ")
-        await cluster.start("d1", engine(), role=Role.DECODE)
-        await asyncio.sleep(1)
-        assert problems(dispatcher)["p"] is None
-        await whole_answer(dispatcher, tiny_request("b", seed=3))
-        assert cluster.engine("p").load().prefilled_tokens == 50
-        assert cluster.engine("d1").load().prefilled_tokens == 1, "who fits goes on"
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_a_prefill_worker_that_fits_nobody_gets_nothing_until_somebody_fits_it(
+    cluster, dispatcher, *, engine, text
+):
+    await cluster.start("p", engine(), role=Role.PREFILL)
+    await cluster.start("d", tiny_laid_out_engine(MODEL), role=Role.DECODE)
+    await dispatcher.looked()
+    tokens, *_ = await whole_answer(dispatcher, tiny_request("a"))
+    assert len(tokens) == 20
+    assert cluster.engine("p").load().steps == 0
+    assert problems(dispatcher)["p"].startswith("none of 1 workers can go on with its prompts; d: ")
+    assert text in problems(dispatcher)["p"]
+    assert problems(dispatcher)["d"].startswith("none of 1 workers can hand it prompts; p: ")
+    await cluster.start("d1", engine(), role=Role.DECODE)
+    await asyncio.sleep(1)
+    assert problems(dispatcher)["p"] is None
+    await whole_answer(dispatcher, tiny_request("b", seed=3))
+    assert cluster.engine("p").load().prefilled_tokens == 50
+    assert cluster.engine("d1").load().prefilled_tokens == 1, "who fits goes on"
 
 
 @pytest.mark.parametrize("policy", ["least-loaded", "round-robin", "random", "session", "kv"])
@@ -103,50 +104,34 @@ def test_of_several_that_answer_only_those_that_fit_are_handed_prompts(policy):
     run_scenario(scene, RouterConfig(policy=policy, disagg=disagg))
 
 
-def test_without_a_transport_in_common_nothing_is_transferred():
-    async def scene(cluster, dispatcher):
-        for name, role, transport in (("p", Role.PREFILL, "shm"), ("d", Role.DECODE, "tcp")):
-            config = TransferConfig(listen=("memory",), transports=(transport,))
-            await cluster.start(name, tiny_engine(), role=role, agent=TransferAgent(name, config))
-        await dispatcher.looked()
-        await whole_answer(dispatcher, tiny_request("a"))
-        assert cluster.engine("p").load().steps == 0
-        assert problems(dispatcher) == {
-            "p": "none of 1 workers can go on with its prompts; d: no transport in common: shm there, tcp here",
-            "d": "none of 1 workers can hand it prompts; p: no transport in common: shm there, tcp here",
-        }
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_without_a_transport_in_common_nothing_is_transferred(cluster, dispatcher):
+    for name, role, transport in (("p", Role.PREFILL, "shm"), ("d", Role.DECODE, "tcp")):
+        config = TransferConfig(listen=("memory",), transports=(transport,))
+        await cluster.start(name, tiny_engine(), role=role, agent=TransferAgent(name, config))
+    await dispatcher.looked()
+    await whole_answer(dispatcher, tiny_request("a"))
+    assert cluster.engine("p").load().steps == 0
+    assert problems(dispatcher) == {
+        "p": "none of 1 workers can go on with its prompts; d: no transport in common: shm there, tcp here",
+        "d": "none of 1 workers can hand it prompts; p: no transport in common: shm there, tcp here",
+    }
 
 
-def test_an_engine_that_gives_no_kv_gets_no_kv_transfer():
-    async def scene(cluster, dispatcher):
-        await cluster.start("p", tiny_engine(), role=Role.PREFILL)
-        await cluster.start("a", ManualEngine(), role=Role.AGGREGATED)
-        await dispatcher.looked()
-        assert "a: one of the two moves no KV" in problems(dispatcher)["p"]
-        candidates = dispatcher._shared.router.score(tiny_request("a"))
-        assert not candidates.is_disaggregated
-
-    run_scenario(scene)
-
-
-def test_a_role_without_a_partner_says_so():
-    async def scene(cluster, dispatcher):
-        await cluster.start("p", tiny_engine(), role=Role.PREFILL)
-        await dispatcher.looked()
-        assert problems(dispatcher) == {
-            "p": "no decode or aggregated worker of its model is there to go on with its prompts"
-        }
-        await cluster.start("other", tiny_engine(), role=Role.DECODE, card=small_card("another"))
-        await asyncio.sleep(1)
-        assert problems(dispatcher)["p"] is not None, "that one serves another model"
-        assert problems(dispatcher)["other"] is None, "it serves alone"
-        await cluster.start("d", tiny_engine(), role=Role.DECODE)
-        await asyncio.sleep(1)
-        assert problems(dispatcher)["p"] is None
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_a_role_without_a_partner_says_so(cluster, dispatcher):
+    await cluster.start("p", tiny_engine(), role=Role.PREFILL)
+    await dispatcher.looked()
+    assert problems(dispatcher) == {
+        "p": "no decode or aggregated worker of its model is there to go on with its prompts"
+    }
+    await cluster.start("other", tiny_engine(), role=Role.DECODE, card=small_card("another"))
+    await asyncio.sleep(1)
+    assert problems(dispatcher)["p"] is not None, "that one serves another model"
+    assert problems(dispatcher)["other"] is None, "it serves alone"
+    await cluster.start("d", tiny_engine(), role=Role.DECODE)
+    await asyncio.sleep(1)
+    assert problems(dispatcher)["p"] is None
 
 
 @pytest.mark.parametrize(
@@ -165,28 +150,26 @@ def test_a_role_without_a_partner_says_so():
         (small_card(block_size=8), "blocks of 8 tokens, the model's other workers have 4"),
     ],
 )
-def test_workers_of_another_revision_or_block_size_are_not_used_and_say_why(card, text):
-    async def scene(cluster, dispatcher):
-        await cluster.start("d", tiny_engine(), role=Role.DECODE)
-        await dispatcher.looked()
-        engine = tiny_engine() if card.block_size == 4 else tiny_engine(block_size=8)
-        await cluster.start("p", engine, role=Role.PREFILL, card=card)
-        await asyncio.sleep(1)
-        await whole_answer(dispatcher, tiny_request("a"))
-        assert engine.load().steps == 0
-        views = {view.name: view for view in dispatcher.workers()}
-        assert (views["p"].condition, views["d"].condition) == ("mismatched", "ready")
-        assert views["p"].problem == f"{text}; it is used once these are gone"
-        assert views["d"].problem is None
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_workers_of_another_revision_or_block_size_are_not_used_and_say_why(
+    cluster, dispatcher, *, card, text
+):
+    await cluster.start("d", tiny_engine(), role=Role.DECODE)
+    await dispatcher.looked()
+    engine = tiny_engine() if card.block_size == 4 else tiny_engine(block_size=8)
+    await cluster.start("p", engine, role=Role.PREFILL, card=card)
+    await asyncio.sleep(1)
+    await whole_answer(dispatcher, tiny_request("a"))
+    assert engine.load().steps == 0
+    views = {view.name: view for view in dispatcher.workers()}
+    assert (views["p"].condition, views["d"].condition) == ("mismatched", "ready")
+    assert views["p"].problem == f"{text}; it is used once these are gone"
+    assert views["d"].problem is None
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_an_engine_that_gives_no_kv_is_refused_in_a_role_that_moves_it(role):
-    async def main():
-        async with MemoryCluster() as cluster:
-            with pytest.raises(ConfigError, match=f"role {role}: the engine of w transfers no KV"):
-                await cluster.start("w", ManualEngine(), role=role)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_engine_that_gives_no_kv_is_refused_in_a_role_that_moves_it(role):
+    async with MemoryCluster() as cluster:
+        with pytest.raises(ConfigError, match=f"role {role}: the engine of w transfers no KV"):
+            await cluster.start("w", ManualEngine(), role=role)

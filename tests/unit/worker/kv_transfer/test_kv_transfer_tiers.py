@@ -136,20 +136,6 @@ def test_the_rest_of_a_prompt_comes_from_its_prefill_worker():
     tiered.run(scene)
 
 
-def test_a_tier_that_is_slower_than_computing_is_left_alone():
-    tiered = Tiered(block_s=0.002)
-
-    async def scene(cluster, dispatcher):
-        expected = await fill(cluster, dispatcher, tiered)
-        cluster.engine("d0").kv.prefill = Computing(1e-5)
-        before = incoming(cluster).fetched_blocks
-        assert (await whole_answer(dispatcher, tiny_request("again", LENGTH)))[:2] == expected[:2]
-        assert loaded(cluster) == [0]
-        assert incoming(cluster).fetched_blocks - before == BLOCKS
-
-    tiered.run(scene)
-
-
 def test_what_a_tier_fails_to_bring_the_prefill_worker_sends():
     tiered = Tiered(block_s=1e-4)
 
@@ -179,21 +165,5 @@ def test_a_load_for_a_request_that_never_comes_is_cancelled(after_s):
         assert tiered.tiers[0].loaded_s, "it had begun"
         assert tiered.tiers[0].loads == []
         assert cluster.engine("d0").load().active_blocks == 0
-
-    tiered.run(scene)
-
-
-def test_a_dead_prefill_worker_leaves_what_tiers_have_brought():
-    tiered = Tiered(block_s=1e-4)
-
-    async def scene(cluster, dispatcher):
-        expected = await fill(cluster, dispatcher, tiered)
-        computed = cluster.engine("d0").load().prefilled_tokens
-        async with asyncio.TaskGroup() as group:
-            found = group.create_task(whole_answer(dispatcher, tiny_request("again", LENGTH)))
-            await asyncio.sleep(2 * STEP_S)
-            cluster.kill("p0")
-        assert found.result()[:2] == expected[:2]
-        assert cluster.engine("d0").load().prefilled_tokens - computed <= BLOCK_SIZE
 
     tiered.run(scene)

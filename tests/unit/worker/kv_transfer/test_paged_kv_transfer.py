@@ -13,10 +13,10 @@ from penstock.core.types.requests import SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.testing.loop import run_async
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.kv_transfer import PRICES, check_nothing_is_held, tiny_request
 from tests.support.kv_transfer_scene import ALWAYS
+from tests.support.run_by import in_loop
 
 torch = pytest.importorskip("torch")
 
@@ -133,18 +133,15 @@ async def one_by_one_and_together(checkpoint, blocks, **paged):
         *(pytest.param(family, True, marks=pytest.mark.nightly) for family in OTHER_FAMILIES),
     ],
 )
-def test_an_answer_is_that_of_one_worker(tmp_path, family, window_tables):
+@in_loop
+async def test_an_answer_is_that_of_one_worker(tmp_path, family, window_tables):
     checkpoint = make_checkpoint(tmp_path / family, family)
-
-    async def main():
-        whole = await one_by_one_and_together(checkpoint, {"a": PLENTY}, window_tables=window_tables)
-        apart = {"p": PLENTY, "d": PLENTY}
-        found = await one_by_one_and_together(checkpoint, apart, window_tables=window_tables)
-        for told, expected in zip(found, whole, strict=True):
-            assert len(told.tokens) > 1
-            told.check_same(expected)
-
-    run_async(main())
+    whole = await one_by_one_and_together(checkpoint, {"a": PLENTY}, window_tables=window_tables)
+    apart = {"p": PLENTY, "d": PLENTY}
+    found = await one_by_one_and_together(checkpoint, apart, window_tables=window_tables)
+    for told, expected in zip(found, whole, strict=True):
+        assert len(told.tokens) > 1
+        told.check_same(expected)
 
 
 @pytest.mark.slow
@@ -156,23 +153,21 @@ def test_an_answer_is_that_of_one_worker(tmp_path, family, window_tables):
         pytest.param(30, PLENTY, marks=pytest.mark.nightly),
     ],
 )
-def test_preempted_requests_answer_as_one_worker_with_plenty_of_room_does(checkpoint, prefill, decode):
+@in_loop
+async def test_preempted_requests_answer_as_one_worker_with_plenty_of_room_does(checkpoint, prefill, decode):
     """All eight at once need 112 blocks where they are answered, and 58 where their prompts are computed."""
 
-    async def main():
-        asked = [request(number) for number in range(len(LENGTHS))]
-        paged = {"context_length": 200}
-        async with workers(checkpoint, paged=paged, a=PLENTY) as (_, dispatcher):
-            alone = [await read(dispatcher.open(one)) for one in asked]
-        assert [len(told.logprobs) for told in alone[:3]] == [TOKENS, TOKENS, 0]
-        async with workers(checkpoint, paged=paged, p=prefill, d=decode) as (cluster, dispatcher):
-            found = await asyncio.gather(*(read(dispatcher.open(one)) for one in asked))
-            assert cluster.worker("d").kv_transfer.incoming.fetched_blocks > 0
-            assert (cluster.engine("d").load().preemptions > 0) is (decode < PLENTY)
-        for told, expected in zip(found, alone, strict=True):
-            told.check_same(expected)
-
-    run_async(main())
+    asked = [request(number) for number in range(len(LENGTHS))]
+    paged = {"context_length": 200}
+    async with workers(checkpoint, paged=paged, a=PLENTY) as (_, dispatcher):
+        alone = [await read(dispatcher.open(one)) for one in asked]
+    assert [len(told.logprobs) for told in alone[:3]] == [TOKENS, TOKENS, 0]
+    async with workers(checkpoint, paged=paged, p=prefill, d=decode) as (cluster, dispatcher):
+        found = await asyncio.gather(*(read(dispatcher.open(one)) for one in asked))
+        assert cluster.worker("d").kv_transfer.incoming.fetched_blocks > 0
+        assert (cluster.engine("d").load().preemptions > 0) is (decode < PLENTY)
+    for told, expected in zip(found, alone, strict=True):
+        told.check_same(expected)
 
 
 def kv_bytes(cluster, name, asked):
@@ -186,24 +181,23 @@ def kv_bytes(cluster, name, asked):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
-def test_in_16_bits_kv_is_equal_to_the_byte(checkpoint, dtype):
+@in_loop
+async def test_in_16_bits_kv_is_equal_to_the_byte(checkpoint, dtype):
     """Kernels round by what else is in their step, so that tokens that are about as likely may change places."""
+
     asked = [request(number) for number in range(len(LENGTHS))]
-
-    async def main():
-        async with workers(checkpoint, paged={"dtype": dtype}, p=PLENTY, d=PLENTY) as (cluster, dispatcher):
-            await asyncio.gather(*(read(dispatcher.open(one)) for one in asked))
-            assert cluster.worker("d").kv_transfer.incoming.failures == {}
-            for one, length in zip(asked, LENGTHS, strict=True):
-                here, there = (kv_bytes(cluster, name, one) for name in "dp")
-                assert len(here) == length // BLOCK_SIZE
-                assert torch.equal(here, there)
-
-    run_async(main())
+    async with workers(checkpoint, paged={"dtype": dtype}, p=PLENTY, d=PLENTY) as (cluster, dispatcher):
+        await asyncio.gather(*(read(dispatcher.open(one)) for one in asked))
+        assert cluster.worker("d").kv_transfer.incoming.failures == {}
+        for one, length in zip(asked, LENGTHS, strict=True):
+            here, there = (kv_bytes(cluster, name, one) for name in "dp")
+            assert len(here) == length // BLOCK_SIZE
+            assert torch.equal(here, there)
 
 
 @pytest.mark.parametrize("names", [("a0", "a1", "a2"), ("p0", "d0", "d1")], ids=["aggregated", "apart"])
-def test_each_prompt_token_of_several_answers_is_computed_once(checkpoint, names):
+@in_loop
+async def test_each_prompt_token_of_several_answers_is_computed_once(checkpoint, names):
     router = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=16))
     sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
     prompt = [*prompt_of(5), 7, 8, 9]  # 8 blocks and 3 tokens
@@ -220,12 +214,9 @@ def test_each_prompt_token_of_several_answers_is_computed_once(checkpoint, names
             }
             return told, used - {None}
 
-    async def main():
-        together, used = await answers(names, beside=True)
-        assert [told.cached_tokens for told in together] == [0, 64, 64, 64]
-        assert len(used) == (1 if names[0] == "a0" else 2)
-        alone, _ = await answers(("a0",), beside=False)
-        assert [told.tokens for told in together] == [told.tokens for told in alone]
-        assert len({tuple(told.tokens) for told in together}) == 4
-
-    run_async(main())
+    together, used = await answers(names, beside=True)
+    assert [told.cached_tokens for told in together] == [0, 64, 64, 64]
+    assert len(used) == (1 if names[0] == "a0" else 2)
+    alone, _ = await answers(("a0",), beside=False)
+    assert [told.tokens for told in together] == [told.tokens for told in alone]
+    assert len({tuple(told.tokens) for told in together}) == 4

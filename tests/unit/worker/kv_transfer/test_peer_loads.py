@@ -10,11 +10,11 @@ from penstock.core.types.kv.exchange import KvAccess, KvPeer
 from penstock.core.wire import encode
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.worker.config import KvTransferConfig, WorkerConfig
-from penstock.worker.kv_transfer import peer_source
 from penstock.worker.kv_transfer.exports import KvExports
 from penstock.worker.kv_transfer.pin_messages import PinAsk
 from tests.support.kv_transfer import SlowTransport, connect_late, tiny_engine, tiny_request, whole_answer
 from tests.support.kv_transfer_scene import run_scenario
+from tests.support.run_by import run_by
 
 TOKEN_S = 1e-3
 BLOCK_BYTES = 64
@@ -58,97 +58,33 @@ async def first_answer(dispatcher):
     return answer
 
 
-def test_a_session_that_moves_loads_its_prefix_from_the_worker_that_had_it():
-    async def scene(cluster, dispatcher):
-        first = await first_answer(dispatcher)
-        again = await whole_answer(dispatcher, tiny_request("again"))
-        assert again[0] == first[0]
-        assert (first[2], again[2]) == (0, 4 * FULL_BLOCKS)
-        assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)
-        await asyncio.sleep(1.0)
-        shown = [worker.load["peer_tokens"] for worker in dispatcher.workers()]
-        assert sorted(shown) == [0, 4 * FULL_BLOCKS]
-        assert not any(cluster.worker(name).kv_transfer.exports for name in cluster.names), (
-            "nothing is lent any more"
-        )
-        third = await whole_answer(dispatcher, tiny_request("third"))
-        assert third[0] == first[0]
-        assert loaded(cluster) == 4 * FULL_BLOCKS, "both have it now"
-
-    peers_scene(scene)
+@run_by(peers_scene)
+async def test_a_session_that_moves_loads_its_prefix_from_the_worker_that_had_it(cluster, dispatcher):
+    first = await first_answer(dispatcher)
+    again = await whole_answer(dispatcher, tiny_request("again"))
+    assert again[0] == first[0]
+    assert (first[2], again[2]) == (0, 4 * FULL_BLOCKS)
+    assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)
+    await asyncio.sleep(1.0)
+    shown = [worker.load["peer_tokens"] for worker in dispatcher.workers()]
+    assert sorted(shown) == [0, 4 * FULL_BLOCKS]
+    assert not any(cluster.worker(name).kv_transfer.exports for name in cluster.names), (
+        "nothing is lent any more"
+    )
+    third = await whole_answer(dispatcher, tiny_request("third"))
+    assert third[0] == first[0]
+    assert loaded(cluster) == 4 * FULL_BLOCKS, "both have it now"
 
 
-def test_without_the_setting_nothing_is_lent_and_nothing_loaded():
-    async def scene(cluster, dispatcher):
-        await first_answer(dispatcher)
-        again = await whole_answer(dispatcher, tiny_request("again"))
-        assert (again[2], loaded(cluster)) == (0, 0)
-        assert all(
-            worker.kv_transfer.exchange.source is None for worker in map(cluster.worker, cluster.names)
-        )
-
-    peers_scene(scene, peers=False)
-
-
-def test_a_peer_that_becomes_slow_is_given_up_and_what_came_is_kept(monkeypatch):
-    monkeypatch.setattr(peer_source, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
-    delays = iter([1e-3, 1e-3, 1e-3, *[20.0] * 100])
-
-    async def scene(cluster, dispatcher):
-        first = await first_answer(dispatcher)
-        began_s = asyncio.get_running_loop().time()
-        again = await whole_answer(dispatcher, tiny_request("again"))
-        assert again[0] == first[0]
-        assert again[2] == loaded(cluster) == 3 * 8
-        assert failures(cluster) == 1
-        assert asyncio.get_running_loop().time() - began_s > 20, (
-            "a transfer that cannot be stopped still writes"
-        )
-
-    peers_scene(scene, delay_s=lambda _bytes: next(delays), token_s=1.0)
-
-
-def test_an_abort_keeps_the_chunks_that_came(monkeypatch):
-    monkeypatch.setattr(peer_source, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
-
-    async def scene(cluster, dispatcher):
-        await first_answer(dispatcher)
-        async with dispatcher.open(tiny_request("again")):
-            while loaded(cluster) < 16:  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(1e-3)
-        await asyncio.sleep(1.0)
-        came = loaded(cluster)
-        assert 16 <= came < 4 * FULL_BLOCKS
-        held = sorted(cluster.engine(name).pool.num_cached for name in cluster.names)
-        assert held == [came // 4, 17]
-
-    peers_scene(scene, delay_s=lambda _bytes: 5e-3)
-
-
-def test_a_peer_that_has_evicted_the_blocks_is_done_without():
-    async def scene(cluster, dispatcher):
-        first = await first_answer(dispatcher)
-        for name in cluster.names:
-            engine = cluster.engine(name)
-            engine.pool.reset()
-            engine.pool.take_events()  # the router does not hear of it
-        again = await whole_answer(dispatcher, tiny_request("again"))
-        assert (again[0], again[2], failures(cluster)) == (first[0], 0, 1)
-
-    peers_scene(scene)
-
-
-def test_a_peer_that_does_not_answer_is_done_without():
-    async def scene(cluster, dispatcher):
-        first = await first_answer(dispatcher)
-        for name in cluster.names:
-            connect_late(cluster.worker(name), 3600.0)
-        began_s = asyncio.get_running_loop().time()
-        again = await whole_answer(dispatcher, tiny_request("again"))
-        assert (again[0], again[2], failures(cluster)) == (first[0], 0, 1)
-        assert asyncio.get_running_loop().time() - began_s < 1.0
-
-    peers_scene(scene)
+@run_by(peers_scene)
+async def test_a_peer_that_does_not_answer_is_done_without(cluster, dispatcher):
+    first = await first_answer(dispatcher)
+    for name in cluster.names:
+        connect_late(cluster.worker(name), 3600.0)
+    began_s = asyncio.get_running_loop().time()
+    again = await whole_answer(dispatcher, tiny_request("again"))
+    assert (again[0], again[2], failures(cluster)) == (first[0], 0, 1)
+    assert asyncio.get_running_loop().time() - began_s < 1.0
 
 
 @pytest.mark.parametrize("share", [0.0001, 0.03])
@@ -162,56 +98,50 @@ def test_no_more_is_lent_than_may_be_pinned(share):
     peers_scene(scene, pinned_share_max=share)
 
 
-def test_hashes_that_are_none_are_answered_with_nothing():
-    async def scene(cluster, dispatcher):
-        await first_answer(dispatcher)
-        await whole_answer(dispatcher, tiny_request("again"))  # they are connected now
-        one, other = (cluster.worker(name).kv_transfer for name in cluster.names)
-        for payload in (b"", bytes(15), bytes(16 * 3 + 1)):
-            one._agent.send_notification(other._agent.name, encode(PinAsk(block_hashes=payload, read_id=9)))
-            other._agent.send_notification(one._agent.name, encode(PinAsk(block_hashes=payload, read_id=9)))
-        await asyncio.sleep(0.1)
-        assert not other.exports
-        assert not one.exports
-
-    peers_scene(scene)
+@run_by(peers_scene)
+async def test_hashes_that_are_none_are_answered_with_nothing(cluster, dispatcher):
+    await first_answer(dispatcher)
+    await whole_answer(dispatcher, tiny_request("again"))  # they are connected now
+    one, other = (cluster.worker(name).kv_transfer for name in cluster.names)
+    for payload in (b"", bytes(15), bytes(16 * 3 + 1)):
+        one._agent.send_notification(other._agent.name, encode(PinAsk(block_hashes=payload, read_id=9)))
+        other._agent.send_notification(one._agent.name, encode(PinAsk(block_hashes=payload, read_id=9)))
+    await asyncio.sleep(0.1)
+    assert not other.exports
+    assert not one.exports
 
 
-def test_a_made_up_peer_is_computed_without():
-    async def scene(cluster, dispatcher):
-        name = cluster.names[0]
-        worker, submitted = cluster.worker(name), []
-        peer = KvPeer(
-            worker_id=WorkerId(77), num_blocks=10_000, source=KvAccess(agent=b"nonsense"), block_s=1e-6
-        )
-        hashes = bytes(16 * FULL_BLOCKS)
-        request = msgspec.structs.replace(tiny_request("r"), peer=peer, block_hashes=hashes)
-        assert worker.kv_transfer.peer_loads.begin(request, submitted.append)
-        await asyncio.sleep(1.0)
-        assert submitted == [request]
-        assert failures(cluster) == 1
-
-    peers_scene(scene)
+@run_by(peers_scene)
+async def test_a_made_up_peer_is_computed_without(cluster, dispatcher):
+    name = cluster.names[0]
+    worker, submitted = cluster.worker(name), []
+    peer = KvPeer(worker_id=WorkerId(77), num_blocks=10_000, source=KvAccess(agent=b"nonsense"), block_s=1e-6)
+    hashes = bytes(16 * FULL_BLOCKS)
+    request = msgspec.structs.replace(tiny_request("r"), peer=peer, block_hashes=hashes)
+    assert worker.kv_transfer.peer_loads.begin(request, submitted.append)
+    await asyncio.sleep(1.0)
+    assert submitted == [request]
+    assert failures(cluster) == 1
 
 
 def probes(cluster):
     return sum(len(each._probed_s) for each in loads(cluster))
 
 
-def test_a_worker_that_nobody_has_measured_is_measured_while_its_blocks_are_computed():
-    async def scene(cluster, dispatcher):
-        first = await first_answer(dispatcher)
-        again = await whole_answer(dispatcher, tiny_request("again"))
-        assert (again[0], again[2]) == (first[0], 0), "no request waits for a speed that nobody knows"
-        assert (loaded(cluster), probes(cluster)) == (0, 1)
-        await asyncio.sleep(1.0)
-        other = await whole_answer(dispatcher, tiny_request("other", seed=5))
-        await asyncio.sleep(1.0)
-        moved = await whole_answer(dispatcher, tiny_request("moved", seed=5))
-        assert (moved[0], moved[2]) == (other[0], 4 * FULL_BLOCKS)
-        assert (loaded(cluster), probes(cluster)) == (4 * FULL_BLOCKS, 1)
-
-    peers_scene(scene, link_bytes_per_s=None)
+@run_by(peers_scene, link_bytes_per_s=None)
+async def test_a_worker_that_nobody_has_measured_is_measured_while_its_blocks_are_computed(
+    cluster, dispatcher
+):
+    first = await first_answer(dispatcher)
+    again = await whole_answer(dispatcher, tiny_request("again"))
+    assert (again[0], again[2]) == (first[0], 0), "no request waits for a speed that nobody knows"
+    assert (loaded(cluster), probes(cluster)) == (0, 1)
+    await asyncio.sleep(1.0)
+    other = await whole_answer(dispatcher, tiny_request("other", seed=5))
+    await asyncio.sleep(1.0)
+    moved = await whole_answer(dispatcher, tiny_request("moved", seed=5))
+    assert (moved[0], moved[2]) == (other[0], 4 * FULL_BLOCKS)
+    assert (loaded(cluster), probes(cluster)) == (4 * FULL_BLOCKS, 1)
 
 
 def test_a_slow_network_costs_no_request_anything_and_is_measured_again():
@@ -235,21 +165,21 @@ def test_a_slow_network_costs_no_request_anything_and_is_measured_again():
     assert not any(probed[1])
 
 
-def test_a_worker_that_did_not_answer_is_measured_before_it_is_asked_again(monkeypatch):
-    async def scene(cluster, dispatcher):
-        await first_answer(dispatcher)
-        with monkeypatch.context() as patched:
-            patched.setattr(KvExports, "lend", lambda *_about: None)
-            await whole_answer(dispatcher, tiny_request("again"))
-        assert failures(cluster) == 1
-        assert sum(len(each._speeds.doubted) for each in loads(cluster)) == 1
-        for number in range(2):
-            await whole_answer(dispatcher, tiny_request(f"other{number}", seed=5))
-            await asyncio.sleep(1.0)
-        assert (loaded(cluster), probes(cluster)) == (0, 1), "computed, and measured meanwhile"
-        for number in range(2):
-            await whole_answer(dispatcher, tiny_request(f"third{number}", seed=6))
-            await asyncio.sleep(1.0)
-        assert loaded(cluster) == 4 * FULL_BLOCKS
-
-    peers_scene(scene)
+@run_by(peers_scene)
+async def test_a_worker_that_did_not_answer_is_measured_before_it_is_asked_again(
+    cluster, dispatcher, *, monkeypatch
+):
+    await first_answer(dispatcher)
+    with monkeypatch.context() as patched:
+        patched.setattr(KvExports, "lend", lambda *_about: None)
+        await whole_answer(dispatcher, tiny_request("again"))
+    assert failures(cluster) == 1
+    assert sum(len(each._speeds.doubted) for each in loads(cluster)) == 1
+    for number in range(2):
+        await whole_answer(dispatcher, tiny_request(f"other{number}", seed=5))
+        await asyncio.sleep(1.0)
+    assert (loaded(cluster), probes(cluster)) == (0, 1), "computed, and measured meanwhile"
+    for number in range(2):
+        await whole_answer(dispatcher, tiny_request(f"third{number}", seed=6))
+        await asyncio.sleep(1.0)
+    assert loaded(cluster) == 4 * FULL_BLOCKS

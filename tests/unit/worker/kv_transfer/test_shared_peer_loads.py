@@ -12,6 +12,7 @@ from penstock.core.wire import pack_hashes, unpack_tokens
 from penstock.worker.kv_transfer import peer_source
 from penstock.worker.kv_transfer.reader import Reader
 from tests.support.kv_transfer import BLOCK_SIZE, tiny_request, whole_answer
+from tests.support.run_by import run_by
 from tests.unit.worker.kv_transfer.test_peer_loads import (
     BLOCK_BYTES,
     FULL_BLOCKS,
@@ -63,37 +64,34 @@ def waiting(cluster):
     return max(len(cluster.worker(name).kv_transfer.peer_loads) for name in cluster.names)
 
 
-def test_three_requests_load_their_prefix_once():
-    async def scene(cluster, dispatcher):
-        first = await first_answer(dispatcher)
-        answers = await asyncio.gather(
-            *(whole_answer(dispatcher, tiny_request(f"again{number}")) for number in range(6))
-        )
-        assert all(answer[0] == first[0] for answer in answers)
-        assert [answer[2] for answer in answers] == [4 * FULL_BLOCKS] * 6
-        assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)
-
-    chunks_scene(scene)
+@run_by(chunks_scene)
+async def test_three_requests_load_their_prefix_once(cluster, dispatcher):
+    first = await first_answer(dispatcher)
+    answers = await asyncio.gather(
+        *(whole_answer(dispatcher, tiny_request(f"again{number}")) for number in range(6))
+    )
+    assert all(answer[0] == first[0] for answer in answers)
+    assert [answer[2] for answer in answers] == [4 * FULL_BLOCKS] * 6
+    assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)
 
 
 @pytest.mark.parametrize("leaves", [0, 1], ids=["who began it", "who joined"])
-def test_a_load_goes_on_for_the_one_that_still_waits(leaves):
-    async def scene(cluster, dispatcher):
-        await first_answer(dispatcher)
-        async with AsyncExitStack() as stack:
-            stacks = [await stack.enter_async_context(AsyncExitStack()) for _ in range(2)]
-            streams = [await opened(each, dispatcher, f"r{n}") for n, each in enumerate(stacks)]
-            await until(lambda: waiting(cluster) == 2 and loaded(cluster) >= 8)
-            await stacks[leaves].aclose()
-            _, cached = await rest(streams[1 - leaves])
-            assert cached == 4 * FULL_BLOCKS
-            assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)
-
-    chunks_scene(scene)
+@run_by(chunks_scene)
+async def test_a_load_goes_on_for_the_one_that_still_waits(cluster, dispatcher, *, leaves):
+    await first_answer(dispatcher)
+    async with AsyncExitStack() as stack:
+        stacks = [await stack.enter_async_context(AsyncExitStack()) for _ in range(2)]
+        streams = [await opened(each, dispatcher, f"r{n}") for n, each in enumerate(stacks)]
+        await until(lambda: waiting(cluster) == 2 and loaded(cluster) >= 8)
+        await stacks[leaves].aclose()
+        _, cached = await rest(streams[1 - leaves])
+        assert cached == 4 * FULL_BLOCKS
+        assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)
 
 
 @pytest.mark.parametrize("error", [OSError("the network is gone"), PinExpired("they were evicted")])
-def test_what_breaks_off_is_computed_by_all_who_waited(monkeypatch, error):
+@run_by(chunks_scene)
+async def test_what_breaks_off_is_computed_by_all_who_waited(cluster, dispatcher, *, monkeypatch, error):
     original, reads = Reader.read, []
 
     async def read(self, *about):
@@ -102,59 +100,50 @@ def test_what_breaks_off_is_computed_by_all_who_waited(monkeypatch, error):
         if len(reads) > 2:
             raise error
 
-    async def scene(cluster, dispatcher):
-        first = await first_answer(dispatcher)
-        with monkeypatch.context() as patched:
-            patched.setattr(Reader, "read", read)
-            answers = await asyncio.gather(
-                *(whole_answer(dispatcher, tiny_request(f"again{number}")) for number in range(4))
-            )
-        assert all(answer[0] == first[0] for answer in answers)
-        assert failures(cluster) == 1
-        assert loaded(cluster) == 2 * 8
-        assert len(reads) == 4, "two chunks were under way; nobody has tried again"
-
-    chunks_scene(scene)
+    first = await first_answer(dispatcher)
+    with monkeypatch.context() as patched:
+        patched.setattr(Reader, "read", read)
+        answers = await asyncio.gather(
+            *(whole_answer(dispatcher, tiny_request(f"again{number}")) for number in range(4))
+        )
+    assert all(answer[0] == first[0] for answer in answers)
+    assert failures(cluster) == 1
+    assert loaded(cluster) == 2 * 8
+    assert len(reads) == 4, "two chunks were under way; nobody has tried again"
 
 
-def test_who_needs_more_than_the_load_brings_loads_the_rest_afterwards():
-    async def scene(cluster, dispatcher):
-        longer = await whole_answer(dispatcher, tiny_request("first", 100))
-        await asyncio.sleep(1.0)
-        async with AsyncExitStack() as stack:
-            short, long = [
-                await opened(stack, dispatcher, f"r{length}", length=length) for length in (50, 100)
-            ]
-            await until(lambda: waiting(cluster) == 2)
-            (tokens, cached), (_, short_cached) = await asyncio.gather(rest(long), rest(short))
-        assert (short_cached, cached) == (4 * FULL_BLOCKS, 96)
-        assert tokens == longer[0]
-        assert (loaded(cluster), failures(cluster)) == (96, 0)
-
-    chunks_scene(scene)
+@run_by(chunks_scene)
+async def test_who_needs_more_than_the_load_brings_loads_the_rest_afterwards(cluster, dispatcher):
+    longer = await whole_answer(dispatcher, tiny_request("first", 100))
+    await asyncio.sleep(1.0)
+    async with AsyncExitStack() as stack:
+        short, long = [await opened(stack, dispatcher, f"r{length}", length=length) for length in (50, 100)]
+        await until(lambda: waiting(cluster) == 2)
+        (tokens, cached), (_, short_cached) = await asyncio.gather(rest(long), rest(short))
+    assert (short_cached, cached) == (4 * FULL_BLOCKS, 96)
+    assert tokens == longer[0]
+    assert (loaded(cluster), failures(cluster)) == (96, 0)
 
 
-def test_a_request_that_names_no_lender_waits_for_the_load_too():
+@run_by(chunks_scene)
+async def test_a_request_that_names_no_lender_waits_for_the_load_too(cluster, dispatcher):
     """Its router heard that this worker has the first blocks of the load, which goes on."""
 
-    async def scene(cluster, dispatcher):
-        await first_answer(dispatcher)
-        async with AsyncExitStack() as stack:
-            await opened(stack, dispatcher, "r")
-            await until(lambda: waiting(cluster) == 1 and loaded(cluster) >= 8)
-            reader = max(
-                (cluster.worker(name).kv_transfer.peer_loads for name in cluster.names),
-                key=len,
-            )
-            asked = tiny_request("joins")
-            hashes = pack_hashes(block_hashes(asked.token_ids, BLOCK_SIZE))
-            submitted = []
-            joins = msgspec.structs.replace(asked, block_hashes=hashes)
-            assert reader.begin(joins, submitted.append)
-            other = msgspec.structs.replace(tiny_request("other", seed=3), block_hashes=bytes(len(hashes)))
-            assert not reader.begin(other, submitted.append), "nothing of it is under way"
-            await until(lambda: submitted)
-            assert submitted == [joins]
-            assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)
-
-    chunks_scene(scene)
+    await first_answer(dispatcher)
+    async with AsyncExitStack() as stack:
+        await opened(stack, dispatcher, "r")
+        await until(lambda: waiting(cluster) == 1 and loaded(cluster) >= 8)
+        reader = max(
+            (cluster.worker(name).kv_transfer.peer_loads for name in cluster.names),
+            key=len,
+        )
+        asked = tiny_request("joins")
+        hashes = pack_hashes(block_hashes(asked.token_ids, BLOCK_SIZE))
+        submitted = []
+        joins = msgspec.structs.replace(asked, block_hashes=hashes)
+        assert reader.begin(joins, submitted.append)
+        other = msgspec.structs.replace(tiny_request("other", seed=3), block_hashes=bytes(len(hashes)))
+        assert not reader.begin(other, submitted.append), "nothing of it is under way"
+        await until(lambda: submitted)
+        assert submitted == [joins]
+        assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)

@@ -6,7 +6,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from penstock.core.errors import ConfigError, Overloaded, PeerLost
+from penstock.core.errors import ConfigError
 from penstock.core.ids import PinId
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason
@@ -26,6 +26,7 @@ from tests.support.kv_transfer import (
     whole_answer,
 )
 from tests.support.kv_transfer_scene import ALWAYS
+from tests.support.run_by import run_by
 
 CHUNK = 16
 STEP_S = 0.01 + CHUNK * 1e-3
@@ -107,21 +108,18 @@ def test_the_second_token_waits_for_the_last_chunk_and_not_for_the_whole_prompt(
     assert whole_s > 10 * last_s
 
 
-def test_the_answer_is_that_of_one_worker_and_no_block_is_read_twice():
+@run_by(run_scenario)
+async def test_the_answer_is_that_of_one_worker_and_no_block_is_read_twice(cluster, dispatcher):
     asked = tiny_request("a", LENGTH, logprobs=2)
-
-    async def scene(cluster, dispatcher):
-        assert await whole_answer(dispatcher, asked) == await expected(asked)
-        arrived = kv_transfer(cluster)
-        assert arrived.incoming.fetched_blocks == BLOCKS
-        assert arrived.incoming.early_blocks == EARLY_BLOCKS
-        assert arrived.incoming.failures == arrived.incoming.early_failures == {}
-        (decision,) = dispatcher.explain("a")
-        assert (decision.prefill.worker, decision.worker) == ("p0", "d0")
-        assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
-        assert cluster.engine("d0").load().prefilled_tokens <= 5
-
-    run_scenario(scene)
+    assert await whole_answer(dispatcher, asked) == await expected(asked)
+    arrived = kv_transfer(cluster)
+    assert arrived.incoming.fetched_blocks == BLOCKS
+    assert arrived.incoming.early_blocks == EARLY_BLOCKS
+    assert arrived.incoming.failures == arrived.incoming.early_failures == {}
+    (decision,) = dispatcher.explain("a")
+    assert (decision.prefill.worker, decision.worker) == ("p0", "d0")
+    assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
+    assert cluster.engine("d0").load().prefilled_tokens <= 5
 
 
 def test_the_router_prices_what_is_left_to_move():
@@ -155,148 +153,73 @@ def test_what_has_no_overlap_or_is_not_to_does_not_begin_early(length, tokens, s
     run_scenario(scene, stream=stream)
 
 
-def test_a_client_that_leaves_while_its_prompt_is_computed_leaves_nothing_held():
-    async def scene(cluster, dispatcher):
-        async with dispatcher.open(tiny_request("a", LENGTH)):
-            await chunks(3)
-            assert held(cluster, "d0") == BLOCKS, "room for all of it"
-            assert len(kv_transfer(cluster, "p0").exports) == 1
-        await asyncio.sleep(2 * STEP_S)
-        assert held(cluster, "d0") == held(cluster, "p0") == 0
-        assert outcomes(dispatcher) == {"used": 0, "dropped": 1}
-
-    run_scenario(scene)
-
-
-def test_a_prefill_worker_that_dies_leaves_what_was_confirmed():
+@run_by(run_scenario)
+async def test_a_prefill_worker_that_dies_leaves_what_was_confirmed(cluster, dispatcher):
     asked = tiny_request("a", LENGTH)
-
-    async def scene(cluster, dispatcher):
-        async with dispatcher.open(asked) as stream:
-            await chunks(6)
-            cluster.kill("p0")
-            tokens = []
-            async for delta in stream:
-                tokens += unpack_tokens(delta.token_ids).tolist()
-        assert tokens == (await expected(asked))[0]
-        arrived = kv_transfer(cluster)
-        assert 0 < arrived.incoming.fetched_blocks < BLOCKS
-        assert cluster.engine("d0").load().prefix_hit_tokens == 4 * arrived.incoming.fetched_blocks
-
-    run_scenario(scene)
+    async with dispatcher.open(asked) as stream:
+        await chunks(6)
+        cluster.kill("p0")
+        tokens = []
+        async for delta in stream:
+            tokens += unpack_tokens(delta.token_ids).tolist()
+    assert tokens == (await expected(asked))[0]
+    arrived = kv_transfer(cluster)
+    assert 0 < arrived.incoming.fetched_blocks < BLOCKS
+    assert cluster.engine("d0").load().prefix_hit_tokens == 4 * arrived.incoming.fetched_blocks
 
 
-def test_what_another_one_computed_again_is_held_no_longer_where_it_was():
-    async def scene(cluster, dispatcher):
-        async def cut_off(_metadata):
-            raise PeerLost("there is no way")
-
-        kv_transfer(cluster)._agent.connect = cut_off
-        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
-            await anext(stream)
-            assert len(kv_transfer(cluster, "p0").exports) == 1
-            await anext(stream)
-            await asyncio.sleep(0.01)
-            assert len(kv_transfer(cluster, "p0").exports) == 0, "long before pin_ttl_s"
-            async for _ in stream:
-                pass
-        assert (
-            kv_transfer(cluster).incoming.failures
-            == kv_transfer(cluster).incoming.early_failures
-            == {"peer_lost": 1}
-        )
-        assert cluster.engine("d0").load().prefilled_tokens > LENGTH
-
-    run_scenario(scene)
-
-
-def test_past_its_share_of_the_blocks_a_prompt_is_transferred_whole():
-    async def scene(cluster, dispatcher):
-        async with asyncio.TaskGroup() as group:
-            for seed in (1, 2):
-                group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", LENGTH, seed=seed)))
-            most, used = 0, set()
-            for _ in range(30):
-                await asyncio.sleep(STEP_S)
-                under_way = kv_transfer(cluster).incoming._under_way
-                most = max(most, sum(one.held is not None for one in under_way))
-                used |= {decision.prefill.worker for decision in dispatcher.latest_decisions(9)}
-        assert most == 1
-        assert len(used) == 2
-
-    run_scenario(scene, ("p0", "p1", "d0"), pinned_share_max=0.45)
-
-
-def test_a_decode_worker_without_room_tries_again_and_holds_nothing():
-    async def scene(cluster, dispatcher):
-        running = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("long", 80, 30, seed=1)))
-        await chunks(5.5)
-        found = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("a", LENGTH)))
-        await chunks(4)
-        assert len(kv_transfer(cluster)) == 1
-        assert held(cluster, "d0") < BLOCKS
-        await running
-        await found
-        assert kv_transfer(cluster).incoming.fetched_blocks == 20 + BLOCKS
-        assert kv_transfer(cluster).incoming.early_blocks > 20 + 20
-
-    run_scenario(scene, kv_blocks={"d0": 60})
+@run_by(run_scenario, kv_blocks={"d0": 60})
+async def test_a_decode_worker_without_room_tries_again_and_holds_nothing(cluster, dispatcher):
+    running = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("long", 80, 30, seed=1)))
+    await chunks(5.5)
+    found = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("a", LENGTH)))
+    await chunks(4)
+    assert len(kv_transfer(cluster)) == 1
+    assert held(cluster, "d0") < BLOCKS
+    await running
+    await found
+    assert kv_transfer(cluster).incoming.fetched_blocks == 20 + BLOCKS
+    assert kv_transfer(cluster).incoming.early_blocks > 20 + 20
 
 
 @pytest.mark.parametrize("side", ["p0", "d0"])
-def test_a_preemption_ends_what_was_only_expected(side):
-    async def scene(cluster, dispatcher):
-        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
-            await chunks(3)
-            kv_transfer(cluster, side).stepped(1)
-            assert len(kv_transfer(cluster, "p0").exports) == (side == "d0")
-            await asyncio.sleep(1e-3)
-            assert held(cluster, "d0") == 0, "who reads is told"
-            async for _ in stream:
-                pass
-        assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
-        assert kv_transfer(cluster).incoming.failures == {}
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_a_preemption_ends_what_was_only_expected(cluster, dispatcher, *, side):
+    async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
+        await chunks(3)
+        kv_transfer(cluster, side).stepped(1)
+        assert len(kv_transfer(cluster, "p0").exports) == (side == "d0")
+        await asyncio.sleep(1e-3)
+        assert held(cluster, "d0") == 0, "who reads is told"
+        async for _ in stream:
+            pass
+    assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
+    assert kv_transfer(cluster).incoming.failures == {}
 
 
-def test_prompts_that_preempt_each_other_do_not_wait_for_their_own_pins():
-    async def scene(cluster, dispatcher):
-        begin_s = asyncio.get_running_loop().time()
-        async with asyncio.TaskGroup() as group:
-            for seed in range(4):
-                group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", LENGTH, 4, seed=seed)))
-        assert asyncio.get_running_loop().time() - begin_s < 10
-        assert cluster.engine("p0").load().generated_tokens == 4
-
-    run_scenario(scene, kv_blocks={"p0": 70})
+@run_by(run_scenario, kv_blocks={"p0": 70})
+async def test_prompts_that_preempt_each_other_do_not_wait_for_their_own_pins(cluster, dispatcher):
+    begin_s = asyncio.get_running_loop().time()
+    async with asyncio.TaskGroup() as group:
+        for seed in range(4):
+            group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", LENGTH, 4, seed=seed)))
+    assert asyncio.get_running_loop().time() - begin_s < 10
+    assert cluster.engine("p0").load().generated_tokens == 4
 
 
-def test_an_offer_that_ends_before_its_prompt_does_is_made_anew_at_its_end():
-    async def scene(cluster, dispatcher):
-        await whole_answer(dispatcher, tiny_request("a", LENGTH))
-        assert kv_transfer(cluster, "p0").exports.expired == 1
-        assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
-        assert sum(kv_transfer(cluster).incoming.early_failures.values()) == 1
-
-    run_scenario(scene, pin_ttl_s=STEP_S * 0.9)
-
-
-def test_a_decode_worker_that_does_not_do_it_is_not_asked_to():
-    async def scene(cluster, dispatcher):
-        worker = await cluster.start(
-            "d0",
-            tiny_engine(chunk_tokens=CHUNK),
-            role=Role.DECODE,
-            prices=PRICES,
-            config=WorkerConfig(kv_transfer=KvTransferConfig(stream_kv=False)),
-        )
-        await asyncio.sleep(0.1)
-        await whole_answer(dispatcher, tiny_request("a", LENGTH))
-        assert worker.kv_transfer.incoming.fetched_blocks == BLOCKS
-        assert worker.kv_transfer.incoming.early_blocks == 0
-
-    run_scenario(scene, ("p0",))
+@run_by(run_scenario, ("p0",))
+async def test_a_decode_worker_that_does_not_do_it_is_not_asked_to(cluster, dispatcher):
+    worker = await cluster.start(
+        "d0",
+        tiny_engine(chunk_tokens=CHUNK),
+        role=Role.DECODE,
+        prices=PRICES,
+        config=WorkerConfig(kv_transfer=KvTransferConfig(stream_kv=False)),
+    )
+    await asyncio.sleep(0.1)
+    await whole_answer(dispatcher, tiny_request("a", LENGTH))
+    assert worker.kv_transfer.incoming.fetched_blocks == BLOCKS
+    assert worker.kv_transfer.incoming.early_blocks == 0
 
 
 def test_an_engine_that_gives_blocks_only_at_the_end_is_refused():
@@ -338,154 +261,70 @@ def test_what_a_prefill_worker_says_must_go_on_where_it_was(message):
     assert growth.error.code == "protocol_error"
 
 
-def test_a_message_that_is_none_ends_no_worker():
+@run_by(run_scenario)
+async def test_a_message_that_is_none_ends_no_worker(cluster, dispatcher):
     """What a prefill worker says wrongly is its own prompt's fate; what is no message at all is skipped."""
 
-    async def scene(cluster, dispatcher):
-        prefill_worker, decode_worker = kv_transfer(cluster, "p0"), kv_transfer(cluster, "d0")
-        tell = prefill_worker.exports._notify
+    prefill_worker, decode_worker = kv_transfer(cluster, "p0"), kv_transfer(cluster, "d0")
+    tell = prefill_worker.exports._notify
 
-        def say_it_wrongly(agent, message):
-            if isinstance(message, PinGrown):
-                message = msgspec.structs.replace(message, block_ids=b"abc")
-            for payload in (b"", b"nonsense", b"\x91" * 100_000, b"\x81\xa4type\xa1\xff"):
-                prefill_worker._agent.send_notification(agent, payload)
-            tell(agent, message)
+    def say_it_wrongly(agent, message):
+        if isinstance(message, PinGrown):
+            message = msgspec.structs.replace(message, block_ids=b"abc")
+        for payload in (b"", b"nonsense", b"\x91" * 100_000, b"\x81\xa4type\xa1\xff"):
+            prefill_worker._agent.send_notification(agent, payload)
+        tell(agent, message)
 
-        prefill_worker.exports._notify = say_it_wrongly
-        tokens, *_ = await whole_answer(dispatcher, tiny_request("a", LENGTH))
-        assert tokens == (await expected(tiny_request("a", LENGTH)))[0]
-        assert decode_worker.incoming.early_failures == {"protocol_error": 1}
-        prefill_worker.exports._notify = tell
-        with mock.patch.object(decode_worker._reader, "grown", side_effect=KeyError("a bug")):
-            await whole_answer(dispatcher, tiny_request("b", LENGTH, seed=1))
-        await whole_answer(dispatcher, tiny_request("c", LENGTH, seed=2))
-        assert cluster.names == ["p0", "d0"]
-        assert decode_worker.incoming.early_blocks == EARLY_BLOCKS
-
-    run_scenario(scene)
+    prefill_worker.exports._notify = say_it_wrongly
+    tokens, *_ = await whole_answer(dispatcher, tiny_request("a", LENGTH))
+    assert tokens == (await expected(tiny_request("a", LENGTH)))[0]
+    assert decode_worker.incoming.early_failures == {"protocol_error": 1}
+    prefill_worker.exports._notify = tell
+    with mock.patch.object(decode_worker._reader, "grown", side_effect=KeyError("a bug")):
+        await whole_answer(dispatcher, tiny_request("b", LENGTH, seed=1))
+    await whole_answer(dispatcher, tiny_request("c", LENGTH, seed=2))
+    assert cluster.names == ["p0", "d0"]
+    assert decode_worker.incoming.early_blocks == EARLY_BLOCKS
 
 
-def test_an_answer_that_ends_with_its_first_token_leaves_nothing_held():
+@run_by(run_scenario)
+async def test_an_answer_that_ends_with_its_first_token_leaves_nothing_held(cluster, dispatcher):
     asked = tiny_request("a", LENGTH)
-
-    async def scene(cluster, dispatcher):
-        (first, *_), *_ = await expected(asked)
-        stopped = msgspec.structs.replace(asked.sampling, stop_token_ids=(first,))
-        _, reason, *_ = await whole_answer(dispatcher, msgspec.structs.replace(asked, sampling=stopped))
-        assert reason is FinishReason.STOP
-        assert outcomes(dispatcher) == {"used": 0, "dropped": 1}
-        await asyncio.sleep(0.01)
-        assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
-
-    run_scenario(scene)
+    (first, *_), *_ = await expected(asked)
+    stopped = msgspec.structs.replace(asked.sampling, stop_token_ids=(first,))
+    _, reason, *_ = await whole_answer(dispatcher, msgspec.structs.replace(asked, sampling=stopped))
+    assert reason is FinishReason.STOP
+    assert outcomes(dispatcher) == {"used": 0, "dropped": 1}
+    await asyncio.sleep(0.01)
+    assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
 
 
-def test_a_client_that_does_not_read_on_has_room_kept_for_no_longer_than_blocks_are_held():
+@run_by(run_scenario, pin_ttl_s=1)
+async def test_a_client_that_does_not_read_on_has_room_kept_for_no_longer_than_blocks_are_held(
+    cluster, dispatcher
+):
     asked = tiny_request("a", LENGTH)
-
-    async def scene(cluster, dispatcher):
-        async with dispatcher.open(asked) as stream:
-            tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
-            assert held(cluster, "d0") == BLOCKS
-            await asyncio.sleep(2)
-            assert held(cluster, "p0") == held(cluster, "d0") == 0
-            async for delta in stream:
-                tokens += unpack_tokens(delta.token_ids).tolist()
-        assert tokens == (await expected(asked))[0]
-
-    run_scenario(scene, pin_ttl_s=1)
+    async with dispatcher.open(asked) as stream:
+        tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
+        assert held(cluster, "d0") == BLOCKS
+        await asyncio.sleep(2)
+        assert held(cluster, "p0") == held(cluster, "d0") == 0
+        async for delta in stream:
+            tokens += unpack_tokens(delta.token_ids).tolist()
+    assert tokens == (await expected(asked))[0]
 
 
-def test_who_takes_nothing_new_reads_nothing_early():
-    async def scene(cluster, dispatcher):
-        registration = cluster.worker("d0")._registration
-        async with dispatcher.open(tiny_request("a", LENGTH)) as stream:
-            registration.refusal = Overloaded("full", retry_after_s=1.0)
-            await chunks(6)
-            assert len(kv_transfer(cluster)) == held(cluster, "d0") == 0
-            registration.refusal = None
-            async for _ in stream:
-                pass
-        assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
-        assert kv_transfer(cluster).incoming.early_blocks == 0
-
-    run_scenario(scene)
-
-
-async def computed_before(cluster, dispatcher, transfer_id):
-    """Give a request whose prompt the prefill worker has in its cache, and hear what is told of it there."""
-    async with dispatcher.open(tiny_request("a", LENGTH, 2)) as stream:
-        asked = stream._progress.request()
-        async for _ in stream:
-            pass
-    await asyncio.sleep(0.1)
-    exports, told = kv_transfer(cluster, "p0").exports, []
-    exports._notify = lambda agent, message: told.append((agent, message))
-    return msgspec.structs.replace(asked, prefill_only=True, transfer_id=transfer_id), exports, told
-
-
-def test_who_follows_before_the_prompt_has_arrived_hears_of_it_and_nobody_else_does():
-    async def scene(cluster, dispatcher):
-        asked, exports, told = await computed_before(cluster, dispatcher, b"its own")
-        exports.follow(b"its own", "d0", 7)
-        exports.follow(b"another", "d1", 8)
-        exports.expect(asked, "owner")
-        assert told == [], "nothing is computed yet"
-        exports.grow(asked)
-        ((agent, grown),) = told
-        assert (agent, grown.read_id, grown.first, len(grown.block_ids) // 4) == ("d0", 7, 0, BLOCKS)
-        assert not grown.is_whole
-        exports.forget(asked.request_id, "somebody else")
-        assert len(exports) == 1
-        exports.forget(asked.request_id, "owner")
-        agent, ended = told[-1]
-        assert (agent, ended.read_id, ended.was_held) == ("d0", 7, False)
-        exports.check()
-
-    run_scenario(scene)
-
-
-def test_who_follows_a_prompt_that_is_computed_already_hears_of_all_of_it():
-    async def scene(cluster, dispatcher):
-        asked, exports, told = await computed_before(cluster, dispatcher, b"t")
-        exports.expect(asked, "owner")
-        regions = kv_transfer(cluster, "p0")._regions
-        handle = exports.make(asked, "owner", regions, b"")
-        assert told == []
-        exports.follow(b"t", "d0", 1)
-        ((_, grown),) = told
-        assert (grown.pin_id, grown.is_whole, grown.block_ids) == (handle.pin_id, True, handle.block_ids)
-        exports.drop_owner("owner")
-        assert len(exports) == 0
-        exports.check()
-
-    run_scenario(scene)
-
-
-def test_who_follows_what_never_comes_is_told_so_in_the_end():
-    async def scene(cluster, dispatcher):
-        _, exports, told = await computed_before(cluster, dispatcher, b"")
-        exports.follow(b"1", "d0", 1)
-        exports.follow(b"2", "d0", 2)
-        assert [(message.read_id, message.was_held) for _, message in told] == [(1, False)], "one too many"
-        await asyncio.sleep(1.1)
-        assert [message.read_id for _, message in told] == [1, 2]
-
-    run_scenario(scene, fetches_max=1, pin_ttl_s=1)
-
-
-def test_a_decode_worker_holds_nothing_while_the_prompt_waits_for_its_prefill_worker():
-    async def scene(cluster, dispatcher):
-        async with asyncio.TaskGroup() as group:
-            group.create_task(whole_answer(dispatcher, tiny_request("first", LENGTH, 1)))
-            await asyncio.sleep(0.001)
-            waiting = group.create_task(whole_answer(dispatcher, tiny_request("a", LENGTH, seed=1)))
-            await chunks(3)
-            assert len(kv_transfer(cluster)) == 1
-            assert held(cluster, "d0") == 0
-            assert cluster.worker("d0")._driver.load().waiting_requests == 1
-        assert len(waiting.result()[0]) == 20
-        assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
-
-    run_scenario(scene)
+@run_by(run_scenario)
+async def test_a_decode_worker_holds_nothing_while_the_prompt_waits_for_its_prefill_worker(
+    cluster, dispatcher
+):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(whole_answer(dispatcher, tiny_request("first", LENGTH, 1)))
+        await asyncio.sleep(0.001)
+        waiting = group.create_task(whole_answer(dispatcher, tiny_request("a", LENGTH, seed=1)))
+        await chunks(3)
+        assert len(kv_transfer(cluster)) == 1
+        assert held(cluster, "d0") == 0
+        assert cluster.worker("d0")._driver.load().waiting_requests == 1
+    assert len(waiting.result()[0]) == 20
+    assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS

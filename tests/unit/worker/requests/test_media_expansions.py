@@ -12,6 +12,7 @@ from penstock.sim.loop.loop import run_virtual
 from penstock.worker.requests.media import PROMPTS_MAX, MediaExpansions
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
+from tests.support.run_by import in_virtual_time, run_by
 
 IMAGE = MediaKind(modality="image", placeholder="", items_max=4)
 PROMPT = MediaPrompt(token_ids=pack_tokens([1, 2]), items=(MediaItem.of("image", b"file"),))
@@ -90,30 +91,26 @@ def test_refusals_are_final_and_bugs_end_one_prompt():
     run_scenario(scenario, {"w1": engine, "w2": other})
 
 
-def test_engines_without_media_refuse_them_by_name():
-    async def scenario(_dispatcher, _cluster, expand):
-        with pytest.raises(RequestError, match=r"worker w1: engine of this worker takes no images"):
-            await expand()
-
-    run_scenario(scenario, {"w1": ManualEngine()})
+@run_by(run_scenario, {"w1": ManualEngine()})
+async def test_engines_without_media_refuse_them_by_name(dispatcher, cluster, expand):
+    with pytest.raises(RequestError, match=r"worker w1: engine of this worker takes no images"):
+        await expand()
 
 
-def test_prompts_that_wait_are_bounded():
-    async def main():
-        engine, answers = SeeingEngine(), []
-        engine.gate = asyncio.Event()
-        expansions = MediaExpansions(engine, worker="w1", engine_name="manual")
-        expansions.begin(PROMPT, None, answers.append)
-        assert isinstance(answers.pop(), Unavailable)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(PROMPTS_MAX + 1):
-                expansions.begin(PROMPT, group, answers.append)
-            (refused,) = answers
-            assert isinstance(refused, Overloaded)
-            engine.gate.set()
-        assert answers[1:] == [EXPANDED] * PROMPTS_MAX
-        async with asyncio.TaskGroup() as group:
+@in_virtual_time
+async def test_prompts_that_wait_are_bounded():
+    engine, answers = SeeingEngine(), []
+    engine.gate = asyncio.Event()
+    expansions = MediaExpansions(engine, worker="w1", engine_name="manual")
+    expansions.begin(PROMPT, None, answers.append)
+    assert isinstance(answers.pop(), Unavailable)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(PROMPTS_MAX + 1):
             expansions.begin(PROMPT, group, answers.append)
-        assert answers[-1] == EXPANDED
-
-    run_virtual(main())
+        (refused,) = answers
+        assert isinstance(refused, Overloaded)
+        engine.gate.set()
+    assert answers[1:] == [EXPANDED] * PROMPTS_MAX
+    async with asyncio.TaskGroup() as group:
+        expansions.begin(PROMPT, group, answers.append)
+    assert answers[-1] == EXPANDED

@@ -16,6 +16,7 @@ from tests.support.kv_transfer import (
     tiny_request,
     whole_answer,
 )
+from tests.support.run_by import run_by
 
 WEAK = msgspec.structs.replace(PRICES, prefill_token_s=0.1)
 """What decode workers say whose prompts had better be computed elsewhere."""
@@ -62,59 +63,25 @@ async def first_token_s(dispatcher, name, length, seed):
         return loop.time() - asked_s
 
 
-def test_what_waits_is_shown_by_worker():
-    async def scene(cluster, dispatcher, registry):
-        answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(5)]
-        await asyncio.sleep(0.8)
-        views = {view.name: view for view in dispatcher.workers()}
-        load = views["p0"].load
-        assert load["running_requests"] + load["waiting_requests"] >= 3
-        assert 0.4 <= load["oldest_wait_s"] <= 0.8
-        value = registry.get_sample_value
-        labels = {"worker": "p0"}
-        assert value("penstock_router_prefill_waiting_requests", labels) == load["waiting_requests"]
-        assert value("penstock_router_prefill_oldest_wait_seconds", labels) == load["oldest_wait_s"]
-        await asyncio.gather(*answers)
-        await asyncio.sleep(2)
-        load = next(view.load for view in dispatcher.workers() if view.name == "p0")
-        assert (load["waiting_requests"], load["oldest_wait_s"]) == (0, 0)
-        cluster.kill("p0")
-        await asyncio.sleep(0.1)
-        assert value("penstock_router_prefill_waiting_requests", labels) is None
-
-    run_scenario(scene, policy="least-loaded")
-
-
-def test_a_long_prompt_does_not_block_the_pool():
-    async def scene(cluster, dispatcher, registry):
-        del cluster, registry
-        long = asyncio.ensure_future(first_token_s(dispatcher, "long", 390, 1))
-        await asyncio.sleep(0.05)
-        short = [asyncio.ensure_future(first_token_s(dispatcher, f"s{n}", 20, n + 2)) for n in range(3)]
-        assert max(await asyncio.gather(*short)) < 0.25, "two or three steps"
-        assert not long.done()
-        assert await long < 0.7
-
-    run_scenario(scene, policy="least-loaded")
-
-
-@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 0.3, 0.7])
-def test_a_prompt_that_waits_is_gone_when_its_client_is(after_s):
-    async def scene(cluster, dispatcher, registry):
-        del registry
-        first = ask(dispatcher, "first", 390, seed=1)
-        await asyncio.sleep(0.01)
-        leaving = [ask(dispatcher, f"r{n}", 390, seed=n + 2) for n in range(4)]
-        await asyncio.sleep(after_s)
-        for task in leaving:
-            task.cancel()
-        await first
-        await asyncio.sleep(0.1)
-        load = cluster.engine("p0").load()
-        assert (load.waiting_requests, load.running_requests) == (0, 0)
-        assert load.prefilled_tokens <= 390 + 1000 * after_s + 130, "nothing is computed for nobody"
-
-    run_scenario(scene, policy="least-loaded")
+@run_by(run_scenario, policy="least-loaded")
+async def test_what_waits_is_shown_by_worker(cluster, dispatcher, registry):
+    answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(5)]
+    await asyncio.sleep(0.8)
+    views = {view.name: view for view in dispatcher.workers()}
+    load = views["p0"].load
+    assert load["running_requests"] + load["waiting_requests"] >= 3
+    assert 0.4 <= load["oldest_wait_s"] <= 0.8
+    value = registry.get_sample_value
+    labels = {"worker": "p0"}
+    assert value("penstock_router_prefill_waiting_requests", labels) == load["waiting_requests"]
+    assert value("penstock_router_prefill_oldest_wait_seconds", labels) == load["oldest_wait_s"]
+    await asyncio.gather(*answers)
+    await asyncio.sleep(2)
+    load = next(view.load for view in dispatcher.workers() if view.name == "p0")
+    assert (load["waiting_requests"], load["oldest_wait_s"]) == (0, 0)
+    cluster.kill("p0")
+    await asyncio.sleep(0.1)
+    assert value("penstock_router_prefill_waiting_requests", labels) is None
 
 
 @pytest.mark.parametrize(("policy", "is_counted"), [("kv", True), ("least-loaded", False)])
@@ -138,46 +105,37 @@ def test_the_seconds_that_were_compared_are_counted(policy, is_counted):
     run_scenario(scene, policy=policy)
 
 
-def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do():
-    async def scene(cluster, dispatcher, registry):
-        del registry
-        await whole_answer(dispatcher, tiny_request("known", 300, seed=99))
-        answers = await ask_beyond_the_threshold(dispatcher, 10, 390, max_tokens=3)
-        held = num_queued(dispatcher)
-        before = cluster.engine("d0").load().generated_tokens
-        took_s = await first_token_s(dispatcher, "again", 300, 99)
-        assert cluster.engine("d0").load().generated_tokens > before
-        assert took_s < 0.2, "what is left of it is computed where it is cached"
-        assert num_queued(dispatcher) >= held - 2
-        await asyncio.gather(*answers)
-
-    run_scenario(scene, queue=QueueConfig(threshold_s=0.3, work_weight=0), decode=WEAK)
+@run_by(run_scenario, queue=QueueConfig(threshold_s=0.3, work_weight=0), decode=WEAK)
+async def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do(cluster, dispatcher, registry):
+    await whole_answer(dispatcher, tiny_request("known", 300, seed=99))
+    answers = await ask_beyond_the_threshold(dispatcher, 10, 390, max_tokens=3)
+    held = num_queued(dispatcher)
+    before = cluster.engine("d0").load().generated_tokens
+    took_s = await first_token_s(dispatcher, "again", 300, 99)
+    assert cluster.engine("d0").load().generated_tokens > before
+    assert took_s < 0.2, "what is left of it is computed where it is cached"
+    assert num_queued(dispatcher) >= held - 2
+    await asyncio.gather(*answers)
 
 
-def test_who_is_held_for_a_prefill_worker_and_leaves_leaves_nothing():
-    async def scene(cluster, dispatcher, registry):
-        del registry
-        answers = await ask_beyond_the_threshold(dispatcher)
-        for answer in answers:
-            answer.cancel()
-        await asyncio.sleep(0.2)
-        assert num_queued(dispatcher) == 0
-        assert sum(cluster.engine(name).load().prefilled_tokens for name in cluster.names) < 1000
-
-    run_scenario(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
+@run_by(run_scenario, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
+async def test_who_is_held_for_a_prefill_worker_and_leaves_leaves_nothing(cluster, dispatcher, registry):
+    answers = await ask_beyond_the_threshold(dispatcher)
+    for answer in answers:
+        answer.cancel()
+    await asyncio.sleep(0.2)
+    assert num_queued(dispatcher) == 0
+    assert sum(cluster.engine(name).load().prefilled_tokens for name in cluster.names) < 1000
 
 
-def test_past_the_bound_prompts_for_prefill_workers_are_refused():
-    async def scene(cluster, dispatcher, registry):
-        del cluster, registry
-        answers = [ask(dispatcher, f"r{n}", 300, seed=n, max_tokens=3) for n in range(20)]
-        results = await asyncio.gather(*answers, return_exceptions=True)
-        refused = [result for result in results if isinstance(result, Overloaded)]
-        assert refused
-        assert all(error.retry_after_s >= 1 for error in refused)
-        assert len(refused) < 16
-
-    run_scenario(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3, requests_max=8))
+@run_by(run_scenario, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3, requests_max=8))
+async def test_past_the_bound_prompts_for_prefill_workers_are_refused(cluster, dispatcher, registry):
+    answers = [ask(dispatcher, f"r{n}", 300, seed=n, max_tokens=3) for n in range(20)]
+    results = await asyncio.gather(*answers, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, Overloaded)]
+    assert refused
+    assert all(error.retry_after_s >= 1 for error in refused)
+    assert len(refused) < 16
 
 
 @pytest.mark.slow

@@ -23,40 +23,6 @@ class Clock:
         return self.now_s
 
 
-def test_others_hear_once_what_was_used_and_always_what_is_in_flight() -> None:
-    counter = TenantCounter(Clock())
-    assert counter.count({"t": TenantCount(requests=1, tokens=5, inflight=1)}, A) == {}
-    assert counter.count({}, B) == {"t": PeerCount(inflight=1, frontends=1)}, "what came before it is old"
-    counter.count({"t": TenantCount(requests=2, tokens=7, inflight=3), "u": TenantCount(requests=1)}, A)
-    counter.count({"t": TenantCount(tokens=-2, inflight=2)}, A)
-    for _ in range(2):
-        assert counter.count({"t": TenantCount(inflight=1)}, C)["t"] == PeerCount(inflight=2, frontends=1)
-    assert counter.count({}, B) == {
-        "t": PeerCount(requests=2, tokens=5, inflight=3, frontends=2),
-        "u": PeerCount(requests=1, frontends=1),
-    }
-    assert counter.count({}, B) == {"t": PeerCount(inflight=3, frontends=2), "u": PeerCount(frontends=1)}
-    assert counter.count({}, A) == {"t": PeerCount(inflight=1, frontends=1)}
-    assert counter.count({}, B)["t"] == PeerCount(inflight=1, frontends=2), (
-        "what is not named is not in flight"
-    )
-
-
-def test_a_frontend_that_has_gone_or_is_silent_has_nothing_in_flight() -> None:
-    clock = Clock()
-    counter = TenantCounter(clock)
-    busy = {"t": TenantCount(requests=1, inflight=4)}
-    for sink in (A, B, C):
-        counter.count(busy, sink)
-    counter.forget(A)
-    assert counter.count(busy, C)["t"] == PeerCount(inflight=4, frontends=1), "A counted before C was known"
-    clock.now_s = LATELY_S
-    assert counter.count({}, B) == {}, "C has been silent for too long, and B itself too"
-    clock.now_s = -100.0
-    assert counter.count(busy, C) == {}, "nothing of B"
-    assert counter.count({}, B) == {"t": PeerCount(requests=1, inflight=4, frontends=1)}
-
-
 @pytest.mark.slow
 def test_a_million_names_of_one_frontend_are_bounded() -> None:
     counter = TenantCounter(Clock())

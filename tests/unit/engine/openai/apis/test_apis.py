@@ -88,12 +88,6 @@ def test_choices_and_continuations_have_seeds_of_their_own():
     assert 0 <= Ollama("m").body(request_of(seed=(1 << 63) - 1, choice=9), "x")["options"]["seed"] < 1 << 31
 
 
-def test_trtllm_gets_no_field_that_it_refuses():
-    body = Completions("m", "trtllm").body(request_of(salt=b"c|cache_salt=x"), [1])
-    assert body["detokenize"] is False
-    assert not {"return_token_ids", "cache_salt"} & body.keys()
-
-
 def test_sglang_names_things_its_way():
     body = SglangGenerate().body(request_of(top_k=5, salt=b"c|cache_salt=x", ignore_eos=True), [1, 2])
     assert (body["input_ids"], body["extra_key"]) == ([1, 2], "x")
@@ -112,18 +106,6 @@ def test_sglang_names_things_its_way():
 def test_what_a_server_has_no_field_for_is_refused(api, sampling):
     with pytest.raises(RequestError, match=next(iter(sampling))):
         api.body(request_of(**sampling), "")
-
-
-def test_sglangs_ids_may_be_all_so_far_or_the_new_ones():
-    for lines in (([4], [4, 5], [4, 5, 6]), ([4], [5], [6])):
-        answer, seen = SglangGenerate().answer(request_of()), []
-        for count, ids in enumerate(lines, start=1):
-            line = b'data: {"output_ids": %s, "meta_info": {"completion_tokens": %d}}' % (
-                str(ids).encode(),
-                count,
-            )
-            seen += answer.read(line).token_ids
-        assert seen == [4, 5, 6]
 
 
 def test_llamacpps_end():
@@ -170,12 +152,6 @@ def test_the_text_of_errors(content, text):
     assert error_text(content) == text
 
 
-def test_an_empty_finish_reason_is_none():
-    answer = Completions("m", "vllm").answer(request_of())
-    piece = answer.read(b'data: {"choices": [{"text": "", "token_ids": [4], "finish_reason": ""}]}')
-    assert piece == Piece((4,))
-
-
 HUGE = b"9" * 30
 
 
@@ -195,15 +171,3 @@ HUGE = b"9" * 30
 def test_numbers_that_are_no_token_ids_and_deep_nesting_are_no_answer(api, line):
     with pytest.raises(StepFailed, match="no part of an answer"):
         api.answer(request_of(logprobs=1)).read(line)
-
-
-def test_candidates_that_are_no_token_ids_are_left_out():
-    names = [b"9" * 5000, HUGE, b"-3", b"x", b"7"]
-    top = b", ".join(b'"token_id:%s": -1.0' % name for name in names)
-    line = b'data: {"choices": [{"token_ids": [4], "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{%s}]}}]}'
-    piece = Completions("m", "vllm").answer(request_of(logprobs=5)).read(line % top)
-    assert piece.logprobs[0].top == ((7, -1.0),)
-
-
-def test_an_error_body_may_nest_deeply():
-    assert error_text(b"[" * 100_000).startswith("[[[")

@@ -131,15 +131,6 @@ def test_routers_beyond_the_bound_do_not_count() -> None:
     assert 900 in told
 
 
-def test_what_is_told_ends_with_silence() -> None:
-    scene = Scene(summary(1, 0, 1, [5]))
-    scene.run(EXPIRES_S - 2)
-    assert scene.held == {5}
-    silent = Scene(summary(1, 0, 1, [5]))
-    silent.run(EXPIRES_S + 3)
-    assert not silent.held
-
-
 def test_an_answer_to_what_was_asked_before_it_was_all_forgotten_does_not_count() -> None:
     def late() -> bytes:
         scene.watch.forget()

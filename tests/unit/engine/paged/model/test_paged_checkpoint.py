@@ -49,11 +49,6 @@ def test_a_model_that_says_greedy_is_greedy_by_default(tmp_path):
     assert checkpoint.default_sampling == (("temperature", 0.0),)
 
 
-def test_a_model_of_several_modalities_keeps_its_text_one_level_down(tmp_path):
-    checkpoint = Checkpoint.open(str(write(tmp_path, {"text_config": {"max_position_embeddings": 9}})))
-    assert checkpoint.context_length == 9
-
-
 def test_sharded_weights(tmp_path):
     write(tmp_path)
     index = {
@@ -78,18 +73,6 @@ def test_a_revision_names_content(tmp_path):
         write(tmp_path / "e", config=CONFIG | {"rope_theta": 1}),
     ]
     assert len({first} | {Checkpoint.open(str(path)).revision() for path in others}) == 4
-
-
-def test_samples_of_a_large_file_reach_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.engine.paged.model.checkpoint._SAMPLE_BYTES", 4)
-    monkeypatch.setattr("penstock.engine.paged.model.checkpoint._SAMPLES_MAX", 3)
-    revisions = set()
-    for index, changed in enumerate((None, 0, 49, 50, 99)):
-        weights = bytearray(100)
-        if changed is not None:
-            weights[changed] = 1
-        revisions.add(Checkpoint.open(str(write(tmp_path / str(index), weights=bytes(weights)))).revision())
-    assert len(revisions) == 5
 
 
 def read_all(path: Path) -> None:
@@ -138,10 +121,3 @@ def test_the_hub_out_of_reach_is_one_line(monkeypatch, tmp_path):
     ) as raised:
         Checkpoint.open("nobody/nothing")
     assert "\n" not in str(raised.value)
-
-
-def test_a_file_is_no_directory(tmp_path):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"")
-    with pytest.raises(ConfigError, match="is not a directory; expected"):
-        Checkpoint.open(str(file))

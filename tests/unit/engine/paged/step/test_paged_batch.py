@@ -44,7 +44,7 @@ def random_state(random: np.random.Generator, num_windows: int = 0) -> tuple[Ste
 
 
 @pytest.mark.parametrize("limits", [RowLimits(), RowLimits(3), RowLimits(pairs=100), RowLimits(3, 100)])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_equals_a_batch_built_token_by_token(seed, limits):
     plan, table = random_state(np.random.default_rng(seed), num_windows=seed % 3)
     tables = (table.block_tables, *table.window_tables)
@@ -100,14 +100,6 @@ def test_equals_a_batch_built_token_by_token(seed, limits):
         used = -(-(table.num_computed[slot] + plan.num_new[row]) // BLOCK_SIZE)
         for span_ids, block_ids in zip(span.block_ids, tables, strict=True):
             np.testing.assert_array_equal(span_ids, block_ids[slot, :used])
-
-
-def test_buffers_stay_where_they_are():
-    builder = BatchBuilder(BLOCK_SIZE, SPARE, SamplingColumns(()))
-    random = np.random.default_rng(0)
-    states = sorted((random_state(random) for _ in range(10)), key=lambda state: -state[0].num_new.sum())
-    addresses = {builder.build(*state)[0].tokens.ctypes.data for state in states}
-    assert len(addresses) == 1
 
 
 def test_buckets_are_few_and_close():

@@ -15,15 +15,20 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 COUNTS = {"llama": 32, "mistral": 32, "qwen2": 32, "qwen3": 32, "gemma3": 32, "qwen3_moe": 8, "gemma2": 8}
 """How many prompts an architecture is tried with."""
 
-every_architecture = pytest.mark.parametrize(("architecture", "count"), COUNTS.items(), ids=list(COUNTS))
+every_architecture = pytest.mark.parametrize(
+    ("architecture", "count"),
+    [
+        pytest.param(name, count, marks=() if name in {"llama", "gemma3"} else pytest.mark.nightly, id=name)
+        for name, count in COUNTS.items()
+    ],
+)
 
 
 @every_architecture
-@pytest.mark.parametrize("concurrency", [1, 8, 32])
+@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.nightly), 8])
 def test_at_every_concurrency(engine, reference, architecture, count, concurrency):
     expected, paged = reference(architecture), engine(architecture)
-    if concurrency == 1:
-        count = 4
+    count = min(count, 4 * concurrency)
     expected.check(paged.run(*expected.requests(count), concurrency=concurrency), count)
 
 
@@ -64,7 +69,9 @@ def test_without_native_code(engine, reference, architecture, count, monkeypatch
     expected.check(paged.run(*expected.requests(count), concurrency=8), count)
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 16, 128])
+@pytest.mark.parametrize(
+    "block_size", [5, *(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 16, 128))]
+)
 def test_with_blocks_of_any_size(engine, reference, block_size):
     expected = reference("gemma3")
     paged = engine("gemma3", block_size=block_size, max_batch_tokens=100, kv_blocks=1200)
@@ -79,7 +86,7 @@ def no_span_is_rows(monkeypatch):
 
 
 @every_architecture
-@pytest.mark.parametrize("max_batch_tokens", [29, 1000])
+@pytest.mark.parametrize("max_batch_tokens", [29, pytest.param(1000, marks=pytest.mark.nightly)])
 @pytest.mark.usefixtures("no_span_is_rows")
 def test_in_tiles(engine, reference, architecture, count, max_batch_tokens, monkeypatch):
     monkeypatch.setattr(step_module, "_TILE_TOKENS", 16)
@@ -88,10 +95,9 @@ def test_in_tiles(engine, reference, architecture, count, max_batch_tokens, monk
     expected.check(paged.run(*expected.requests(count)), count)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3"])
 @pytest.mark.usefixtures("no_span_is_rows")
-def test_tiles_see_every_key_of_their_windows_and_few_others(engine, reference, architecture, monkeypatch):
-    expected, attend = reference(architecture), step_module.dense_attention
+def test_tiles_see_every_key_of_their_windows_and_few_others(engine, reference, monkeypatch):
+    expected, attend = reference("gemma3"), step_module.dense_attention
     pairs, seen = Counter(), Counter()
 
     def counting(call, query, keys, values, mask):
@@ -102,6 +108,6 @@ def test_tiles_see_every_key_of_their_windows_and_few_others(engine, reference, 
     monkeypatch.setattr(step_module, "dense_attention", counting)
     for tile in (1000, 16):
         monkeypatch.setattr(step_module, "_TILE_TOKENS", tile)
-        paged = engine(architecture, max_batch_tokens=100)
+        paged = engine("gemma3", max_batch_tokens=100)
         expected.check(paged.run(*expected.requests(12)), 12)
     assert 0 < pairs[16] == pairs[1000] < seen[16] < 0.8 * seen[1000]

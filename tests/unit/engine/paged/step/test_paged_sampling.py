@@ -125,7 +125,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_mixed_batch_equals_rows_taken_one_by_one(seed):
     random = np.random.default_rng(seed)
     table, columns = new_table(), SamplingColumns(EOS)
@@ -150,22 +150,6 @@ def test_a_mixed_batch_equals_rows_taken_one_by_one(seed):
         assert alone.tolist() == [expected[row]]
 
 
-def test_all_greedy_is_the_plain_case():
-    table = new_table()
-    for slot in range(4):
-        fill(table, slot, request(str(slot), temperature=0.0), [1, 2], [])
-    assert SamplingColumns(EOS).rows(table, np.arange(4, dtype=np.int32)) is None
-
-
-def test_a_slot_given_to_another_request_forgets_the_first_one():
-    table, columns, logits = new_table(), SamplingColumns(EOS), torch.zeros(1, VOCAB_SIZE)
-    logits[0, 7] = 50
-    fill(table, 0, request("a", temperature=0.0, presence_penalty=100.0), [7], [7])
-    assert sample(table, [0], logits, columns)[0].tolist() != [7]
-    fill(table, 0, request("b", temperature=0.0), [7], [])
-    assert sample(table, [0], logits, columns)[0].tolist() == [7]
-
-
 def stream(req: Request, logits: torch.Tensor, start: int, count: int) -> list[int]:
     table, columns = new_table(), SamplingColumns(EOS)
     tokens = []
@@ -182,20 +166,6 @@ def test_a_moved_request_goes_on_with_its_noise(seed):
     moved = request("chat-17", seed=seed, num_emitted=12, tokens=[1] * 9 + [2] * 12)
     whole = stream(req, logits, 0, 30)
     assert whole == stream(req, logits, 0, 12) + stream(moved, logits, 12, 18)
-
-
-def test_seeds_choices_and_requests_differ():
-    logits = torch.zeros(12, VOCAB_SIZE)
-    requests = [
-        request("a", seed=1),
-        request("a", seed=2),
-        request("a", seed=1, choice=1),
-        request("a"),
-        request("b"),
-    ]
-    streams = {tuple(stream(req, logits, 0, 12)) for req in requests}
-    assert len(streams) == len(requests)
-    assert stream(request("b", seed=1), logits, 0, 12) == stream(request("a", seed=1), logits, 0, 12)
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:

@@ -1,7 +1,6 @@
 """Constrained answers of the paged engine: always valid, whatever the model, the schema, and where the sequence has been."""
 
 import json
-import math
 import re
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.errors import EngineError, RequestError
+from penstock.core.errors import RequestError
 from tests.unit.engine.paged.conftest import make_request
 
 torch = pytest.importorskip("torch")
@@ -56,7 +55,16 @@ def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 5, "min_p": 0.01},
+        *(
+            pytest.param(params, marks=pytest.mark.nightly)
+            for params in ({}, {"temperature": 0.0}, {"top_p": 0.7})
+        ),
+    ],
+)
 def test_a_random_model_keeps_to_a_schema(engine, tokenizer, params):
     manual = engine()
     requests = [constrained(f"s{seed}", constraint("json", PERSON), seed=seed, **params) for seed in range(6)]
@@ -82,11 +90,6 @@ def test_a_random_model_keeps_to_other_constraints(engine, tokenizer, kind, valu
     texts = {text_of(tokenizer, tokens[request.request_id]) for request in requests}
     assert all(re.fullmatch(pattern, text) for text in texts), texts
     assert len(texts) > 1
-
-
-def test_json_object_is_any_object(engine, tokenizer):
-    request = constrained("r", constraint("json_object", value=True), max_tokens=900, seed=1)
-    assert isinstance(json.loads(text_of(tokenizer, engine(context_length=1024).run(request)["r"])), dict)
 
 
 def test_a_sequence_that_moved_goes_on_with_its_grammar(engine, tokenizer):
@@ -123,20 +126,6 @@ def test_preempted_sequences_stay_valid(engine, tokenizer):
     assert manual.scheduler.load().preemptions > 0
     for name, found in tokens.items():
         assert found == roomy[name][:120]
-
-
-def test_a_complete_text_before_min_tokens_is_followed_by_nothing(engine, tokenizer):
-    tokens = engine().run(constrained("r", constraint("choice", ["ab"]), min_tokens=12))["r"]
-    assert len(tokens) >= 12
-    assert tokenizer.decode(tokens, skip_special_tokens=True) == "ab"
-
-
-def test_logprobs_are_those_of_the_free_model(engine):
-    manual = engine()
-    manual.run(constrained("r", constraint("regex", "[0-9]{4}"), logprobs=2))
-    free = engine()
-    free.run(make_request("r", PROMPT, 1, temperature=1.0, seed=3, logprobs=2))
-    assert manual.logprobs["r"][0].top == free.logprobs["r"][0].top
 
 
 # --- other limits of what is sampled
@@ -183,31 +172,6 @@ def test_limits_that_leave_nothing_end_the_request_alone(engine):
     assert manual.scheduler.load().running_requests == 1
 
 
-def test_limits_hold_beside_a_grammar(engine, tokenizer):
-    tokens = engine().run(
-        constrained("r", constraint("regex", "[0-9]{6}"), allowed_token_ids=tuple(range(512)), logit_bias=tuple(
-            (token_id, 1000.0) for token_id in range(512) if tokenizer.id_to_token(token_id) == "5"
-        ))
-    )["r"]  # fmt: skip
-    assert text_of(tokenizer, tokens) == "555555"
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"logit_bias": ((512, 1.0),)},
-        {"logit_bias": ((1, math.nan),)},
-        {"logit_bias": ((1, 1e6),)},
-        {"allowed_token_ids": (-1,)},
-        {"bad_words": ((3, 512),)},
-        {"bad_words": ((),)},
-    ],
-)
-def test_limits_outside_of_their_range_are_refused(engine, params):
-    with pytest.raises(RequestError, match=r"logit_bias|bad_words"):
-        engine().submit(make_request("r", PROMPT, 6, **params))
-
-
 # --- what is refused
 
 
@@ -228,24 +192,14 @@ def deep(levels: int) -> dict[str, Any]:
 HOSTILE = {
     "nested": ("json", deep(100)),
     "enum": ("json", {"enum": [f"value number {index}" for index in range(80_000)]}),
-    "many properties": ("json", {"properties": {f"k{i}": {"type": ["string", "null"]} for i in range(20_000)}}),
-    "allOf": ("json", {"allOf": [{"anyOf": [{"properties": {f"a{i}": {"const": j}}} for j in (1, 2)]} for i in range(16)]}),
     "own reference": ("json", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
-    "foreign reference": ("json", {"$ref": "http://127.0.0.1/schema"}),
     "not": ("json", {"not": {}}),
-    "unsatisfiable": ("json", {"type": "integer", "minimum": 5, "maximum": 3}),
     "type": ("json", {"type": "blorp"}),
     "no schema": ("json", 7),
-    "broken schema": ("json", "{"),
     "look-ahead": ("regex", "(?=a)b"),
-    "unclosed": ("regex", "(("),
     "number": ("regex", 3),
     "no choices": ("choice", []),
-    "empty choice": ("choice", ["a", ""]),
-    "choice of numbers": ("choice", [1]),
     "unknown rule": ("grammar", "start: foo"),
-    "empty grammar": ("grammar", ""),
-    "neither GBNF nor Lark": ("grammar", ")(*&^ ::= ["),
     "long grammar": ("grammar", "start: " + '"a" | ' * 20_000 + '"a"'),
     "kind": ("structural_tag", {"structures": []}),
 }  # fmt: skip
@@ -269,25 +223,14 @@ def test_malformed_constraints_are_refused(grammars, structured):
         grammars.prepare(constrained("r", structured))
 
 
-def test_grammars_are_compiled_once_and_the_oldest_dropped(grammars, monkeypatch):
-    from penstock.engine.paged.structured import grammars as module
-
-    compiled: list[str] = []
-    real = module.llguidance_grammar
-    monkeypatch.setattr(module, "llguidance_grammar", lambda each: compiled.append(each) or real(each))
-    monkeypatch.setattr(module, "_GRAMMARS_MAX", 2)
-    first, second, third = (constraint("regex", each) for each in ("a", "b", "c"))
-    for structured in (first, second, first, third, first):
-        grammars.prepare(constrained("r", structured))
-    assert compiled == [first, second, third]
-    assert not grammars.is_ready(constrained("r", second))
-    grammars.matcher(second)  # of a sequence that comes back late
-    assert compiled == [first, second, third, second]
-
-
-def test_a_checkpoint_without_tokenizer_or_end_token_takes_no_constraints(tmp_path, checkpoint):
-    assert not Grammars().open(tmp_path, 512, (EOS,))
-    assert not Grammars().open(checkpoint("llama"), 512, ())
+def test_the_oldest_grammars_are_dropped_and_compiled_again(grammars):
+    structured = [constraint("regex", f"a{number}") for number in range(515)]
+    for each in (*structured[:511], structured[0], *structured[511:]):
+        grammars.prepare(constrained("r", each))
+    ready = [grammars.is_ready(constrained("r", each)) for each in structured]
+    assert ready == [True, False, False, False, *[True] * 511], "512 are kept"
+    grammars.matcher(structured[1])  # of a sequence that comes back late
+    assert grammars.is_ready(constrained("r", structured[1]))
 
 
 # --- any schema, any choice of tokens
@@ -368,17 +311,3 @@ def test_any_walk_along_the_masks_gives_a_valid_text(shared, schema, seed):
         if random.random() < 0.1:
             matchers = Matchers(grammars, 512, (EOS,))  # preempted, or on another worker
     jsonschema.validate(json.loads(tokenizer.decode(output[:-1], skip_special_tokens=False)), schema)
-
-
-def test_an_error_of_one_matcher_leaves_the_others(shared):
-    grammars, _ = shared
-    table = SequenceTable.allocate(2, 100, 16)
-    for slot, output in enumerate(([], [7, 7])):
-        table.requests[slot] = constrained(str(slot), constraint("regex", "[0-9]{2}"))
-        table.token_ids[slot, : len(output)] = output
-        table.num_tokens[slot] = len(output)
-    masks, errors = Matchers(grammars, 512, (EOS,)).masks(table, np.array([0, 1], dtype=np.int32))
-    assert list(errors) == [1]
-    assert isinstance(errors[1], EngineError)
-    assert 0 < masks[0].sum() < 512
-    assert masks[1].all()

@@ -32,15 +32,3 @@ def printed_by(program: str) -> ChildOutput:
 )
 def test_the_reason_is_the_last_error_that_is_no_consequence(program: str, reason: str | None) -> None:
     assert printed_by(program).reason() == reason
-
-
-def test_this_processs_own_output_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
-    output = ChildOutput()
-    with output.taken():
-        print("mine", file=sys.stderr)
-        subprocess.run([sys.executable, "-c", "print('theirs')"], check=True)
-    print("after")
-    captured = capfd.readouterr()
-    assert "mine" in captured.err
-    assert "after" in captured.out
-    assert "theirs\n" not in captured.out.replace("line='theirs'", "").splitlines(keepends=True)

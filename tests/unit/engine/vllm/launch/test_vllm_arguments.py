@@ -75,19 +75,6 @@ def test_narrow_weights_are_named_as_vllm_names_them() -> None:
         engine_arguments(spec(dtype="int8"))
 
 
-def test_engine_args_win_and_mappings_become_configurations() -> None:
-    args = {
-        "enforce_eager": True,
-        "kv_transfer_config": {"kv_role": "kv_both", "port": 3},
-        "hf_overrides": {"a": 1},
-    }
-    plain = engine_arguments(spec(args=args))
-    assert plain["kv_transfer_config"] == {"kv_role": "kv_both", "port": 3}
-    given = typed_arguments(spec(args=args), plain, Arguments)
-    assert (given["enforce_eager"], given["hf_overrides"]) == (True, {"a": 1})
-    assert given["kv_transfer_config"] == Connector("kv_both", 3)
-
-
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -114,14 +101,6 @@ def test_an_engine_is_kept_to_its_devices() -> None:
     assert variables(spec(device="cuda:2", tensor_parallel=2))["CUDA_VISIBLE_DEVICES"] == "2,3"
     visible = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert variables(spec(device="cuda:1", pipeline_parallel=2), visible)["CUDA_VISIBLE_DEVICES"] == "5,6"
-
-
-def test_engines_that_share_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments.os, "sched_getaffinity", lambda _pid: set(range(8)))
-    shared = variables(spec(sharing_engines=2))
-    assert (shared["VLLM_CPU_OMP_THREADS_BIND"], shared["OMP_NUM_THREADS"]) == ("nobind", "4")
-    assert "OMP_NUM_THREADS" not in variables(spec())
-    assert "OMP_NUM_THREADS" not in variables(spec(sharing_engines=2), {"OMP_NUM_THREADS": "1"}), "the user's"
 
 
 def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
