@@ -1,9 +1,7 @@
 """A prefill and a decode server of stock vLLM, whose NixlConnector moves the KV: by `penstock serve` and by the router alone."""
 
 import asyncio
-import importlib.util
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 from tokenizers import Tokenizer
 
 from penstock.deploy.supervisor.local import LocalDeployment
@@ -20,21 +17,18 @@ from penstock.graph import Graph
 from tests.vllm.servers import BLOCK, NAME, VllmServer, free_port, running_router, running_servers
 
 TOKENS = 24
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
-GATEWAY = Path(__file__).parents[2] / "examples" / "gateway.py"
 
 
 @pytest.fixture(scope="module")
-def chat_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a chat template."""
-    directory = tmp_path_factory.mktemp("chat") / NAME
+def named_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in a directory of the name that it is served by."""
+    directory = tmp_path_factory.mktemp("named") / NAME
     shutil.copytree(model_dir, directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
 
 
 @pytest.fixture(scope="module")
-def servers(chat_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
+def servers(named_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
     settings = []
     for role in ("kv_producer", "kv_consumer"):
         connector = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
@@ -43,7 +37,7 @@ def servers(chat_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         }  # fmt: skip
         settings.append((["--kv-transfer-config", json.dumps(connector)], environment))
-    with running_servers(chat_dir, tmp_path_factory.mktemp("pair"), settings) as started:
+    with running_servers(named_dir, tmp_path_factory.mktemp("pair"), settings) as started:
         yield started
 
 
@@ -80,7 +74,7 @@ async def moved_tokens(http: aiohttp.ClientSession, server: VllmServer) -> float
     )
 
 
-def test_serve_gives_the_output_of_an_aggregated_server(servers, chat_dir):
+def test_serve_gives_the_output_of_an_aggregated_server(servers, named_dir):
     prefill, decode = servers
     roles = {
         "prefill": {"engine": {"name": "openai", "args": {"url": [prefill.url], "model": NAME}}},
@@ -88,12 +82,12 @@ def test_serve_gives_the_output_of_an_aggregated_server(servers, chat_dir):
     }
     graph = Graph.model_validate(
         {
-            "model": str(chat_dir), "served_name": NAME, "block_size": BLOCK, "frontend": {"port": 0}, "roles": roles,
+            "model": str(named_dir), "served_name": NAME, "block_size": BLOCK, "frontend": {"port": 0}, "roles": roles,
             "router": {"disagg": {"local_tokens_max": 0}}, "supervision": {"spare_processes": 0},
         }
     )  # fmt: skip
 
-    content = (chat_dir / "tokenizer.json").read_bytes()
+    content = (named_dir / "tokenizer.json").read_bytes()
     detokenizer = Detokenizer(Tokenizer.from_buffer(content), content)
 
     async def main() -> None:
@@ -116,7 +110,7 @@ def test_serve_gives_the_output_of_an_aggregated_server(servers, chat_dir):
     asyncio.run(main())
 
 
-def test_the_router_alone_names_the_pair(servers, chat_dir):
+def test_the_router_alone_names_the_pair(servers, named_dir):
     prefill, decode = servers
     flags = [f"--prefill-url={prefill.url}", f"--decode-url={decode.url}", f"--kv-events={prefill.events}"]
     flags += [f"--kv-events-replay={prefill.replay}", "--set=service.router.disagg.local_tokens_max=0"]
@@ -124,7 +118,7 @@ def test_the_router_alone_names_the_pair(servers, chat_dir):
 
     async def main() -> None:
         async with asyncio.timeout(240), aiohttp.ClientSession() as http:
-            with running_router(chat_dir, *flags) as router:
+            with running_router(named_dir, *flags) as router:
                 await router.ready(http, "prefill-1", "decode-1")
                 before = await moved_tokens(http, decode)
                 for number in range(10, 13):
@@ -142,54 +136,5 @@ def test_the_router_alone_names_the_pair(servers, chat_dir):
                     alone = await tokens_of(http, prefill.url, prompt)
                     assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
                 assert await moved_tokens(http, decode) - before >= 3 * 4 * BLOCK
-                await gateway_chats(http, router.url, prefill, decode)
 
     asyncio.run(main())
-
-
-async def gateway_chats(
-    http: aiohttp.ClientSession, router: str, prefill: VllmServer, decode: VllmServer
-) -> None:
-    """Chat through the example gateway: messages are rendered by the router, and the KV moves."""
-    spec = importlib.util.spec_from_file_location("gateway_example", GATEWAY)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    gateway = module.Gateway(router, [])
-    app = web.Application()
-    app.cleanup_ctx.append(gateway.connect)
-    app.add_routes([web.post("/v1/chat/completions", gateway.chat)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    port = free_port()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    rng = random.Random(4)
-    try:
-        before = await moved_tokens(http, decode)
-        for stream in (False, True):
-            text = " ".join(rng.choice(["red", "blue", "the", "sun", "a"]) for _ in range(150))
-            chat = {
-                "model": NAME, "messages": [{"role": "user", "content": text}], "max_completion_tokens": 8, "temperature": 0,
-                "ignore_eos": True, "stream": stream,
-            }  # fmt: skip
-            if stream:
-                chat |= {"stream_options": {"include_usage": True}}
-            said = []
-            for url in (f"http://127.0.0.1:{port}", prefill.url):
-                async with http.post(f"{url}/v1/chat/completions", json=chat) as answer:
-                    assert answer.status == 200, await answer.text()
-                    said.append(await text_of(answer))
-            assert said[0] == said[1]
-            assert said[0]
-        assert await moved_tokens(http, decode) > before
-    finally:
-        await runner.cleanup()
-
-
-async def text_of(answer: aiohttp.ClientResponse) -> str:
-    if answer.content_type == "application/json":
-        return str((await answer.json())["choices"][0]["message"]["content"])
-    lines = (await answer.text()).splitlines()
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])

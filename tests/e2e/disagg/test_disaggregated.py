@@ -1,6 +1,5 @@
 """Prefill and decode on different workers: real processes, the paged engine's real KV, whoever is killed."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -153,30 +152,3 @@ def test_decode_workers_serve_alone_while_there_is_no_prefill_worker(deploy):
         assert await metric(site, 'penstock_router_prefills_total{place="remote"}') == before + 1
 
     deploy(scenario, roles=roles(engine="mock"), router=ALWAYS)
-
-
-def test_a_prompt_whose_client_leaves_is_computed_no_further(deploy):
-    async def scenario(site):
-        names = ("prefill-1", "decode-1")
-        long = PROMPT * 20
-
-        async def begun():
-            return (await site.load("prefill-1"))["prefilled_tokens"] > 0
-
-        async def free():
-            loads = [await site.load(name) for name in names]
-            held = ("running_requests", "waiting_requests", "active_blocks")
-            return not any(load[name] for load in loads for name in held)
-
-        asking = asyncio.ensure_future(site.tell(long, max_tokens=TOKENS))
-        await site.until(begun)
-        asking.cancel()
-        await site.until(free)
-        computed = (await site.load("prefill-1"))["prefilled_tokens"]
-        assert [(await site.load(name))["generated_tokens"] for name in names] == [0, 0]
-        _, usage = await site.tell(long, max_tokens=2)
-        assert computed < usage.prompt_tokens, "nobody waited for the rest"
-
-    chunked = {"engine": "mock", "max_batch_tokens": 32}
-    kv_transfer = {"kv_transfer": {"pin_ttl_s": 600}}
-    deploy(scenario, roles=roles(**chunked), router=ALWAYS, worker=kv_transfer, timeout_s=120)

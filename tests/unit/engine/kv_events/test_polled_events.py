@@ -1,6 +1,8 @@
 """TensorRT-LLM's events become those of the other engines."""
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,17 +75,6 @@ def test_blocks_are_stored_and_removed() -> None:
     assert not harness.omissions
 
 
-def test_blocks_move_between_tiers() -> None:
-    harness = Harness()
-    harness.read(TWO)
-    level = {"type": "event_diff", "old_value": 0, "new_value": 1}
-    assert harness.read({"type": "updated", "block_hash": 2, "cache_level": level, "priority": None}) == [
-        EngineStored([2], tier=Tier.HOST), EngineRemoved([2])
-    ]  # fmt: skip
-    assert harness.read({"type": "updated", "block_hash": 2, "cache_level": None, "priority": level}) == []
-    assert harness.read({"type": "removed", "block_hashes": [2]}) == [EngineRemoved([2], Tier.HOST)]
-
-
 def test_missing_numbers_clear() -> None:
     harness = Harness()
     harness.read(TWO)
@@ -115,3 +106,35 @@ def test_malformed_events_clear(event: Any) -> None:
     harness.read(TWO)
     assert EngineCleared() in harness.events.read([event])
     assert harness.omissions[Omission.MALFORMED] == 1
+
+
+def test_events_with_exactly_the_names_of_the_packages_sources_are_understood() -> None:
+    recorded = json.loads((Path(__file__).parents[3] / "data" / "trtllm" / "recorded.json").read_text())[
+        "kv_events"
+    ]
+    values: dict[str, Any] = {
+        "num_blocks_per_cache_level": [4, 0], "parent_hash": None, "block_hash": 7, "cache_level": 0, "priority": 35,
+        "token_extra_id": 0, "block_hashes": [7],
+    }  # fmt: skip
+
+    def made(kind: str, **fields: Any) -> dict[str, Any]:
+        given = {"type": kind} | values | fields
+        return {name: given[name] for name in recorded[kind]}
+
+    tokens = [made("unique_token", token_id=number) for number in range(SIZE)]
+    blocks = [made("stored_block", tokens=tokens)]
+    diff = made("event_diff", new_value=1, old_value=0)
+    data = (
+        made("created"),
+        made("stored", blocks=blocks),
+        made("updated", cache_level=diff),
+        made("removed"),
+    )
+    harness = Harness()
+    events = harness.events.read(
+        [dict(zip(recorded["event"], numbered, strict=True)) for numbered in enumerate(data)]
+    )
+    assert events == [
+        told(7, None, [0, 1, 2, 3]), EngineStored([7], tier=Tier.HOST), EngineRemoved([7]), EngineRemoved([7], Tier.HOST),
+    ]  # fmt: skip
+    assert not harness.omissions

@@ -189,19 +189,6 @@ async def test_a_tier_larger_than_the_hosts_memory_is_refused_before_it_takes_an
     await probe.close()
 
 
-@in_loop
-async def test_eviction_prices_a_lost_block_by_measured_speeds():
-    told = []
-    async with EngineProbe(held(HeldTier(seconds_per_block=1e-9), blocks=64)) as probe:
-        probe.engine.pool.set_price = told.append
-        for number in range(10):
-            await probe.run(make_request(f"r{number}", prompt(number, 40), max_tokens=1))
-    (price,) = told
-    assert price.token_s > 0
-    assert price.load_s == pytest.approx(1e-9 / 4)
-    assert price.deeper_s / price.token_s == pytest.approx(0.65e-9 / 14e-6)
-
-
 def test_a_path_that_no_file_can_have_is_said_once_with_the_fix(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link.aggregated.0").symlink_to(tmp_path / "nowhere" / "kv")

@@ -48,9 +48,3 @@ def test_cores_that_the_process_may_not_use():
         in raised.value.message
     )
     assert sorted(os.sched_getaffinity(0)) == CORES
-
-
-def test_a_system_that_cannot(monkeypatch):
-    monkeypatch.delattr(os, "sched_setaffinity")
-    with pytest.raises(ConfigError, match=r"cpu:0: this system keeps no thread to a core; use cpu"):
-        keep_to_cores("cpu:0", 1)

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError
 from penstock.engine.paged.config import PagedConfig
@@ -165,24 +164,6 @@ def test_settings(settings, message):
     with pytest.raises(ConfigError) as raised:
         PagedConfig.parse({"model": "m"} | settings, source="graph.yaml")
     assert message in str(raised.value)
-
-
-def test_closing_is_safe_after_a_failed_start_and_twice(tmp_path):
-    runner = PagedRunner(PagedConfig(model=str(tmp_path)))
-    with pytest.raises(ConfigError):
-        runner.start()
-    runner.close()
-    runner.close()
-
-
-def test_end_tokens_past_the_vocabulary_are_left_out(checkpoint, tmp_path):
-    path = changed(checkpoint("llama"), tmp_path / "model")
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [512, 0]}))
-    with capture_logs() as logs:
-        info = PagedRunner(PagedConfig(model=str(path), kv_blocks=8)).start()
-    assert info.eos_token_ids == (0,)
-    (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
-    assert (warning["left_out"], warning["vocab_size"]) == ([512], 512)
 
 
 def test_large_weights_show_how_far_they_are_and_small_ones_nothing(checkpoint, monkeypatch, capsys):

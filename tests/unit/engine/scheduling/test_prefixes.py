@@ -144,16 +144,3 @@ def test_the_newest_gives_way_when_running_requests_need_the_blocks():
     assert stage.counts == (14, 7)
     assert stage.scheduler.load().preemptions == 0
     assert len(stage.pool.match(block_hashes(PROMPT, SIZE, key=bytes(16)))) == 7, "the first keeps its own"
-
-
-def test_a_request_that_others_have_overtaken_gives_its_place_to_them():
-    stage = Stage(prefetched_requests=1, order="shortest")
-    stage.submit("a", PROMPT)
-    stage.step()
-    stage.submit("b", OTHER[:13])
-    stage.step()
-    assert [load.is_cancelled for load in stage.tier.loads] == [True, False]
-    assert stage.counts[1] == 7
-    stage.scheduler.abort("b")
-    stage.step()
-    assert [load.is_cancelled for load in stage.tier.loads] == [True, True, False]

@@ -93,6 +93,11 @@ def nodes(rank: int, size: int = 2, **changes) -> NodeGroup:
             r"node_rank: Penstock sets it.*; nodes does",
         ),
         (
+            {"tensor_parallel": 3, "pipeline_parallel": 2, "nodes": nodes(0, 4)},
+            {"device": "cpu"},
+            "tensor_parallel 3 and pipeline_parallel 2 on 4 nodes; set",
+        ),
+        (
             {"role": Role.PREFILL},
             {"device": "cpu", "disaggregation_bootstrap_port": "x"},
             "disaggregation_bootstrap_port: must be a port number, got 'x'",
@@ -143,21 +148,6 @@ def test_nodes_reach_the_server_arguments_and_the_leader_publishes_events(sglang
     far = made(spec(tensor_parallel=2, nodes=nodes(1, master_addr="fd00::1")))
     assert far.server["dist_init_addr"] == "[fd00::1]:4711"
     assert not engine_launch(spec(), SymbolicHost()).environment
-
-
-@pytest.mark.parametrize(
-    ("tensor", "stages", "size", "is_equal"),
-    [(16, 1, 2, True), (8, 2, 2, True), (1, 4, 2, True), (8, 2, 4, True), (2, 3, 2, False), (3, 2, 4, False), (3, 2, 3, False)],
-)  # fmt: skip
-def test_unequal_parts_of_stages_are_refused(sglang, tensor, stages, size, is_equal) -> None:
-    of = spec(tensor_parallel=tensor, pipeline_parallel=stages, nodes=nodes(0, size))
-    if is_equal:
-        assert made(of).server["nnodes"] == size
-        return
-    with pytest.raises(
-        ConfigError, match=f"tensor_parallel {tensor} and pipeline_parallel {stages} on {size} nodes; set"
-    ):
-        made(of)
 
 
 def test_a_start_has_the_arguments_of_the_description(sglang, monkeypatch) -> None:

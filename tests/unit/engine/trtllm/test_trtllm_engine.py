@@ -2,14 +2,13 @@
 
 import dataclasses
 from contextlib import asynccontextmanager, nullcontext
-from datetime import timedelta
 
 import pytest
 from msgspec.structs import replace
 
-from penstock.core.errors import ConfigError, RequestError
+from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
-from penstock.core.types.requests import FinishReason, KvHandle, KvRetention
+from penstock.core.types.requests import FinishReason, KvHandle
 from penstock.engine.launch_host import SymbolicHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.trtllm import engine as adapter
@@ -160,19 +159,6 @@ async def test_kv_goes_from_a_prefill_to_a_decode_engine(trtllm) -> None:
         while source.engine.load().running_requests:
             await source.step()
         assert source.engine.load().prefilled_tokens == 40
-
-
-@in_loop
-async def test_retention_reaches_tensorrt_llm_on_its_scale(trtllm) -> None:
-    async with EngineProbe(adapter.TrtllmEngine(spec())) as probe:
-        for priority, ttl_s, scaled in ((7, 60, 100), (-8, None, 0), (0, 5, 35), (2, 1.5, 54)):
-            asked = KvRetention(priority=priority, ttl_s=ttl_s)
-            await probe.run(replace(make_request(f"r{priority}", range(100, 110)), retention=asked))
-            (prompt,) = fake.CALLS[-1]["retention"].token_range_retention_configs
-            assert (prompt.token_start, prompt.token_end, prompt.priority) == (0, None, scaled)
-            assert prompt.duration_ms == (ttl_s and timedelta(seconds=ttl_s))
-        with pytest.raises(RequestError, match=r"kv_retention\.ttl_s: must be <= 3600"):
-            probe.submit(replace(make_request("c", [1]), retention=KvRetention(priority=1, ttl_s=1e6)))
 
 
 @in_loop

@@ -99,16 +99,6 @@ def test_a_source_that_does_not_fit_is_refused_with_the_reason():
     registered(check)
 
 
-def test_no_more_plans_are_kept_than_allowed():
-    def check(regions):
-        for number in range(70):
-            ranks = tuple(msgspec.structs.replace(rank, num_blocks=1 + number) for rank in LAYOUT.ranks)
-            regions.ranges(source(msgspec.structs.replace(LAYOUT, ranks=ranks)), [0], [1])
-        assert len(regions._plans) == 64
-
-    registered(check)
-
-
 def test_without_memory_on_both_sides_nothing_moves():
     assert (
         registered(lambda regions: regions.ranges(source(None, ()), [0], [1]), engine=info(None), of=())

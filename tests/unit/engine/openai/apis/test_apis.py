@@ -23,14 +23,6 @@ def request_of(*, num_emitted: int = 0, salt: bytes = b"", choice: int = 0, **sa
     )  # fmt: skip
 
 
-def test_vllm_is_asked_for_token_ids():
-    body = Completions("m", "vllm").body(request_of(num_emitted=2, min_tokens=5, logprobs=3), [1, 2, 3])
-    assert body["prompt"] == [1, 2, 3]
-    assert body["return_token_ids"]
-    assert (body["max_tokens"], body["min_tokens"], body["logprobs"]) == (8, 3, 3)
-    assert body["stream_options"] == {"include_usage": True}
-
-
 def test_vllm_gets_constraints_and_does_not_go_on_within_one():
     api = Completions("m", "vllm")
     limits = {
@@ -88,14 +80,6 @@ def test_choices_and_continuations_have_seeds_of_their_own():
     assert 0 <= Ollama("m").body(request_of(seed=(1 << 63) - 1, choice=9), "x")["options"]["seed"] < 1 << 31
 
 
-def test_sglang_names_things_its_way():
-    body = SglangGenerate().body(request_of(top_k=5, salt=b"c|cache_salt=x", ignore_eos=True), [1, 2])
-    assert (body["input_ids"], body["extra_key"]) == ([1, 2], "x")
-    assert body["sampling_params"]["max_new_tokens"] == 10
-    assert body["sampling_params"]["top_k"] == 5
-    assert body["sampling_params"]["ignore_eos"]
-
-
 @pytest.mark.parametrize(
     ("api", "sampling"),
     [
@@ -106,13 +90,6 @@ def test_sglang_names_things_its_way():
 def test_what_a_server_has_no_field_for_is_refused(api, sampling):
     with pytest.raises(RequestError, match=next(iter(sampling))):
         api.body(request_of(**sampling), "")
-
-
-def test_llamacpps_end():
-    answer = LlamaCpp().answer(request_of())
-    assert answer.read(b'data: {"content":"x","tokens":[4],"stop":false}') == Piece((4,))
-    end = b'data: {"content":"","tokens":[],"stop":true,"stop_type":"limit","timings":{"cache_n":9}}'
-    assert answer.read(end) == Piece((), "", FinishReason.LENGTH, 9, is_last=True)
 
 
 def test_ollamas_end():

@@ -193,22 +193,6 @@ def test_draws_follow_the_softmax(vary):
     assert chi_square(counts, draws * torch.softmax(scores, -1).numpy()) < 79.1
 
 
-def test_noise_is_gumbel_and_uncorrelated():
-    keys = torch.from_numpy(
-        np.random.default_rng(1).integers(0, 2**64, 400, dtype=np.uint64).view(np.int32).reshape(-1, 2)
-    )
-    noise = gumbel_noise(keys, torch.arange(5000, dtype=torch.int32)[None]).double().numpy()
-    assert np.isfinite(noise).all()
-    assert noise.mean() == pytest.approx(0.5772, abs=0.005)
-    assert noise.std() == pytest.approx(math.pi / math.sqrt(6), abs=0.005)
-    rows = np.corrcoef(noise[:100])
-    np.fill_diagonal(rows, 0)
-    assert np.abs(rows).max() < 0.07  # 5,000 samples: 5 standard deviations
-    columns = np.corrcoef(noise[:, :200].T)
-    np.fill_diagonal(columns, 0)
-    assert np.abs(columns).max() < 0.28  # 400 samples, 20,000 pairs: 5.6 standard deviations
-
-
 def test_logprobs_tell_of_the_model_and_not_of_the_sampling():
     table = new_table()
     fill(table, 0, request("a", temperature=0.0), [1], [])
