@@ -47,6 +47,8 @@ class MemoryCluster:
         self.plane = MemoryPlane(plane)
         self.errors: dict[str, PenstockError] = {}
         """Errors of workers that ended with one."""
+        self.registry = CollectorRegistry()
+        """Of the dispatcher that was made last, for its metrics."""
         self._members: dict[str, _Member] = {}
         self._registries: list[CollectorRegistry] = []
         self._numbers = 0
@@ -135,13 +137,14 @@ class MemoryCluster:
         self, config: RouterConfig | None = None, registry: CollectorRegistry | None = None
     ) -> Dispatcher:
         """Make the dispatcher of another frontend; the caller enters it."""
-        self._registries.append(registry or CollectorRegistry())
+        self.registry = registry or CollectorRegistry()
+        self._registries.append(self.registry)
         return Dispatcher(
             self.discovery,
             self.plane,
             rng=random.Random(self.rng.getrandbits(64)),
             config=config,
-            registry=self._registries[-1],
+            registry=self.registry,
         )
 
     def worker(self, name: str) -> Worker:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -83,6 +83,13 @@ def run_scenario(
 
 scenario = scenes(run_scenario, 2)
 """Makes a decorator of tests that are scenes; takes the options of `run_scenario`."""
+
+
+def load_of(dispatcher: Dispatcher, name: str) -> Mapping[str, Any]:
+    """Give what a worker has told of its load."""
+    (load,) = (view.load for view in dispatcher.workers() if view.name == name)
+    assert load is not None, "it has told nothing yet"
+    return load
 
 
 async def beside_streams(

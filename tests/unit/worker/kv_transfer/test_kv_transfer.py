@@ -77,7 +77,7 @@ async def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_com
         first = await anext(stream)
         await asyncio.sleep(2)
         assert cluster.worker("p0").kv_transfer.exports.expired == 1
-        assert cluster.worker("p0")._driver.load().kv_expired == 1
+        assert kv_transfer_scene.load_of(dispatcher, "p0")["kv_expired"] == 1
         assert cluster.engine("p0").load().active_blocks == 0
         tokens = unpack_tokens(first.token_ids).tolist()
         async for delta in stream:
@@ -92,7 +92,8 @@ async def test_no_more_blocks_are_held_than_allowed(cluster, dispatcher):
     asked = request("a")
     assert (await answer(dispatcher, asked))[:2] == (await expected(asked))[:2]
     assert cluster.worker("p0").kv_transfer.exports.refused == 1
-    assert cluster.worker("p0")._driver.load().kv_refused == 1
+    await asyncio.sleep(1)
+    assert kv_transfer_scene.load_of(dispatcher, "p0")["kv_refused"] == 1
     assert cluster.engine("d0").load().prefilled_tokens == 51
 
 

@@ -143,4 +143,4 @@ async def test_a_bit_that_flips_on_the_way_is_noticed_and_the_answer_is_the_same
     counts = incoming.failures | incoming.early_failures
     assert counts == {"checksum_mismatch": 1}, "an early one is read again with the request"
     assert incoming.corrupt == 1
-    assert cluster.worker("d0")._driver.load().kv_corrupt == 1
+    assert kv_transfer_scene.load_of(dispatcher, "d0")["kv_corrupt"] == 1

@@ -59,9 +59,9 @@ def held(cluster, name):
     return cluster.engine(name).load().active_blocks
 
 
-def outcomes(dispatcher):
-    counter = dispatcher._shared.metrics.prefetches
-    return {name: counter.labels(name)._value.get() for name in ("used", "dropped")}
+def outcomes(cluster):
+    value, name = cluster.registry.get_sample_value, "penstock_router_prefetches_total"
+    return {each: value(name, {"outcome": each}) or 0 for each in ("used", "dropped")}
 
 
 async def expected(asked):
@@ -118,7 +118,7 @@ async def test_the_answer_is_that_of_one_worker_and_no_block_is_read_twice(clust
     assert arrived.incoming.failures == arrived.incoming.early_failures == {}
     (decision,) = dispatcher.explain("a")
     assert (decision.prefill.worker, decision.worker) == ("p0", "d0")
-    assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
+    assert outcomes(cluster) == {"used": 1, "dropped": 0}
     assert cluster.engine("d0").load().prefilled_tokens <= 5
 
 
@@ -148,7 +148,7 @@ def test_what_has_no_overlap_or_is_not_to_does_not_begin_early(length, tokens, s
         await whole_answer(dispatcher, tiny_request("a", length, tokens))
         assert kv_transfer(cluster).incoming.early_blocks == 0
         assert kv_transfer(cluster).incoming.fetched_blocks == (length // 4 if tokens > 1 else 0)
-        assert outcomes(dispatcher) == {"used": tokens > 1, "dropped": 0}
+        assert outcomes(cluster) == {"used": tokens > 1, "dropped": 0}
 
     run_scenario(scene, stream=stream)
 
@@ -294,7 +294,7 @@ async def test_an_answer_that_ends_with_its_first_token_leaves_nothing_held(clus
     stopped = msgspec.structs.replace(asked.sampling, stop_token_ids=(first,))
     _, reason, *_ = await whole_answer(dispatcher, msgspec.structs.replace(asked, sampling=stopped))
     assert reason is FinishReason.STOP
-    assert outcomes(dispatcher) == {"used": 0, "dropped": 1}
+    assert outcomes(cluster) == {"used": 0, "dropped": 1}
     await asyncio.sleep(0.01)
     assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
 
@@ -325,6 +325,6 @@ async def test_a_decode_worker_holds_nothing_while_the_prompt_waits_for_its_pref
         await chunks(3)
         assert len(kv_transfer(cluster)) == 1
         assert held(cluster, "d0") == 0
-        assert cluster.worker("d0")._driver.load().waiting_requests == 1
+        assert kv_transfer_scene.load_of(dispatcher, "d0")["waiting_requests"] == 1
     assert len(waiting.result()[0]) == 20
     assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS

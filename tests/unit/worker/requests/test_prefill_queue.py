@@ -4,7 +4,6 @@ import asyncio
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import Overloaded
 from penstock.core.types.instances import Role
@@ -24,34 +23,28 @@ WEAK = msgspec.structs.replace(PRICES, prefill_token_s=0.1)
 
 def run_scenario(scene, names=("p0", "d0"), *, queue=None, policy="kv", decode=PRICES, **options):
     """Run a scene with `kv`, which sends prompts to prefill workers while that costs less, or as told."""
-    registry = CollectorRegistry()
     router = RouterConfig(
         policy=policy,
         disagg=DisaggConfig(remote_tokens_min=1, kv_transfer_s=0.0),
         queue=queue or QueueConfig(threshold_s=None),
     )
 
-    async def measured(cluster, dispatcher):
-        await scene(cluster, dispatcher, registry)
-
-    kv_transfer_scene.run_scenario(
-        measured, names, router=router, registry=registry, prices={Role.DECODE: decode}, **options
-    )
+    kv_transfer_scene.run_scenario(scene, names, router=router, prices={Role.DECODE: decode}, **options)
 
 
 def ask(dispatcher, name, length, **options):
     return asyncio.ensure_future(whole_answer(dispatcher, tiny_request(name, length, **options)))
 
 
-def num_queued(dispatcher):
-    return dispatcher._shared.request_queue.num_queued
+def num_queued(cluster):
+    return cluster.registry.get_sample_value("penstock_router_queued_requests")
 
 
-async def ask_beyond_the_threshold(dispatcher, number=9, length=300, **options):
+async def ask_beyond_the_threshold(cluster, dispatcher, number=9, length=300, **options):
     """Ask more at once than is sent to prefill workers; give the answers to come, some of them to requests held."""
     answers = [ask(dispatcher, f"r{n}", length, seed=n, **options) for n in range(number)]
     await asyncio.sleep(0.2)
-    assert num_queued(dispatcher) >= 2
+    assert num_queued(cluster) >= 2
     return answers
 
 
@@ -64,14 +57,14 @@ async def first_token_s(dispatcher, name, length, seed):
 
 
 @run_by(run_scenario, policy="least-loaded")
-async def test_what_waits_is_shown_by_worker(cluster, dispatcher, registry):
+async def test_what_waits_is_shown_by_worker(cluster, dispatcher):
     answers = [ask(dispatcher, f"r{n}", 300, seed=n) for n in range(5)]
     await asyncio.sleep(0.8)
     views = {view.name: view for view in dispatcher.workers()}
     load = views["p0"].load
     assert load["running_requests"] + load["waiting_requests"] >= 3
     assert 0.4 <= load["oldest_wait_s"] <= 0.8
-    value = registry.get_sample_value
+    value = cluster.registry.get_sample_value
     labels = {"worker": "p0"}
     assert value("penstock_router_prefill_waiting_requests", labels) == load["waiting_requests"]
     assert value("penstock_router_prefill_oldest_wait_seconds", labels) == load["oldest_wait_s"]
@@ -86,15 +79,14 @@ async def test_what_waits_is_shown_by_worker(cluster, dispatcher, registry):
 
 @pytest.mark.parametrize(("policy", "is_counted"), [("kv", True), ("least-loaded", False)])
 def test_the_seconds_that_were_compared_are_counted(policy, is_counted):
-    async def scene(cluster, dispatcher, registry):
-        del cluster
+    async def scene(cluster, dispatcher):
         compared = []
         for number, length in enumerate((300, 40, 120)):
             await whole_answer(dispatcher, tiny_request(f"r{number}", length, seed=number))
             compared.append(dispatcher.explain(f"r{number}")[0].prefill)
         assert (compared[0].local is not None) is is_counted
         for part in ("local", "prefill", "decode"):
-            counted = registry.get_sample_value(
+            counted = cluster.registry.get_sample_value(
                 "penstock_router_prefill_predicted_seconds_total", {"part": part}
             )
             if is_counted:
@@ -106,30 +98,30 @@ def test_the_seconds_that_were_compared_are_counted(policy, is_counted):
 
 
 @run_by(run_scenario, queue=QueueConfig(threshold_s=0.3, work_weight=0), decode=WEAK)
-async def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do(cluster, dispatcher, registry):
+async def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do(cluster, dispatcher):
     await whole_answer(dispatcher, tiny_request("known", 300, seed=99))
-    answers = await ask_beyond_the_threshold(dispatcher, 10, 390, max_tokens=3)
-    held = num_queued(dispatcher)
+    answers = await ask_beyond_the_threshold(cluster, dispatcher, 10, 390, max_tokens=3)
+    held = num_queued(cluster)
     before = cluster.engine("d0").load().generated_tokens
     took_s = await first_token_s(dispatcher, "again", 300, 99)
     assert cluster.engine("d0").load().generated_tokens > before
     assert took_s < 0.2, "what is left of it is computed where it is cached"
-    assert num_queued(dispatcher) >= held - 2
+    assert num_queued(cluster) >= held - 2
     await asyncio.gather(*answers)
 
 
 @run_by(run_scenario, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
-async def test_who_is_held_for_a_prefill_worker_and_leaves_leaves_nothing(cluster, dispatcher, registry):
-    answers = await ask_beyond_the_threshold(dispatcher)
+async def test_who_is_held_for_a_prefill_worker_and_leaves_leaves_nothing(cluster, dispatcher):
+    answers = await ask_beyond_the_threshold(cluster, dispatcher)
     for answer in answers:
         answer.cancel()
     await asyncio.sleep(0.2)
-    assert num_queued(dispatcher) == 0
+    assert num_queued(cluster) == 0
     assert sum(cluster.engine(name).load().prefilled_tokens for name in cluster.names) < 1000
 
 
 @run_by(run_scenario, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3, requests_max=8))
-async def test_past_the_bound_prompts_for_prefill_workers_are_refused(cluster, dispatcher, registry):
+async def test_past_the_bound_prompts_for_prefill_workers_are_refused(cluster, dispatcher):
     answers = [ask(dispatcher, f"r{n}", 300, seed=n, max_tokens=3) for n in range(20)]
     results = await asyncio.gather(*answers, return_exceptions=True)
     refused = [result for result in results if isinstance(result, Overloaded)]
@@ -142,15 +134,14 @@ async def test_past_the_bound_prompts_for_prefill_workers_are_refused(cluster, d
 def test_prompts_are_not_computed_ahead_of_workers_whose_places_are_all_taken():
     """Four places for answers of 2 s each, and a prefill worker that would be through with all prompts at once."""
 
-    async def scene(cluster, dispatcher, registry):
-        del registry
+    async def scene(cluster, dispatcher):
         asked = [tiny_request(f"r{n}", 40, max_tokens=200, seed=n) for n in range(60)]
         answers = [asyncio.ensure_future(whole_answer(dispatcher, request)) for request in asked]
         await asyncio.sleep(1.5)
-        assert num_queued(dispatcher) > 30
-        decode = cluster.worker("d0")._driver.load()
-        assert decode.running_requests == 4
-        assert decode.waiting_requests <= 4
+        assert num_queued(cluster) > 30
+        decode = kv_transfer_scene.load_of(dispatcher, "d0")
+        assert decode["running_requests"] == 4
+        assert decode["waiting_requests"] <= 4
         for answer in answers:
             await answer
 
