@@ -35,6 +35,8 @@ def test_answers_are_those_of_one_worker_and_nixl_moved_all_blocks(deploy, one_w
         disaggregated,
         roles={"prefill": ROLE, "decode": ROLE},
         router={"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}},
-        worker={"kv_transfer": {"stream_kv": stream_kv, "transfer": {"transports": ["nixl"]}}},
+        worker={
+            "kv_transfer": {"stream_kv": stream_kv, "pin_ttl_s": 120, "transfer": {"transports": ["nixl"]}}
+        },
         timeout_s=180,
     )

@@ -53,11 +53,3 @@ def test_they_are_transformers_hidden_states(one_worker):
             assert usage.completion_tokens == 30
 
     one_worker(embed)
-
-
-def test_an_engine_without_hidden_states_refuses(deploy):
-    async def embed(site):
-        with pytest.raises(openai.BadRequestError, match="makes no embeddings; serve the model with"):
-            await site.client.embeddings.create(model="penstock-demo", input="a")
-
-    deploy(embed)

@@ -10,7 +10,6 @@ from penstock.demo import MODEL_DIR
 from tests.support.fake_server import FakeServer, after, cut, says
 
 TOKENIZER = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-EOS = 0
 CHECKS = {"health": {"interval_s": 0.1, "timeout_s": 1.0, "retry_s_max": 0.3}, "limits": {"silence_s": 3.0}}
 
 
@@ -52,7 +51,7 @@ def serve(deploy, scenario, servers: list[FakeServer], *, before=None, roles=Non
             loop.call_soon_threadsafe(before, loop)
         args = {"url": [server.url for server in servers], **CHECKS}
         described = {"aggregated": {"engine": {"name": "openai", "args": args}}} if roles is None else roles()
-        deploy(lambda site: scenario(site, call), roles=described, **fields)
+        deploy(lambda site: scenario(site, call), roles=described, timeout_s=180, **fields)
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)

@@ -6,10 +6,9 @@ import pytest
 
 from penstock.core.errors import EngineError, RequestError, Unavailable, WorkerLost
 from penstock.core.types.instances import InstanceState, Role
-from penstock.core.wire import unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from tests.support import kv_transfer_scene
-from tests.support.kv_transfer import PRICES, connect_late, tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
 from tests.support.run_by import run_by
 
 
@@ -52,19 +51,6 @@ async def test_what_is_under_way_is_finished_first(cluster, dispatcher):
             pass
     assert stream.migrations == 0
     assert (await change).role is Role.PREFILL
-
-
-@run_by(run_scenario)
-async def test_offers_outlive_the_change(cluster, dispatcher):
-    connect_late(cluster.worker("d0"), 2)
-    async with dispatcher.open(tiny_request("a", 300)) as stream:
-        await anext(stream)
-        assert len(cluster.worker("p0").kv_transfer.exports) == 1
-        await dispatcher.change_role("p0", Role.DECODE)
-        assert len(cluster.worker("p0").kv_transfer.exports) == 1
-        async for _ in stream:
-            pass
-    assert cluster.worker("d0").kv_transfer.incoming.fetched_blocks == 75
 
 
 @pytest.mark.parametrize(
@@ -156,16 +142,3 @@ def test_routers_hear_of_what_the_worker_takes_on_in_its_new_role():
         assert cluster.worker("d0").instance.engine == before
 
     run_scenario(scene, ("p0", "d0", "d1"), engine=engine)
-
-
-@run_by(run_scenario)
-async def test_a_worker_that_goes_on_with_its_own_prompt_is_not_told_to_give_it_up(cluster, dispatcher):
-    async with dispatcher.open(tiny_request("a")) as stream:
-        tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
-        await dispatcher.change_role("p0", Role.AGGREGATED)
-        cluster.kill("d0")
-        async with asyncio.timeout(30):
-            async for delta in stream:
-                tokens += unpack_tokens(delta.token_ids).tolist()
-    assert len(tokens) == 20
-    assert dispatcher.explain("a")[-1].worker == "p0"

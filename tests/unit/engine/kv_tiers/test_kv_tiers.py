@@ -52,11 +52,6 @@ async def idle(probe):
     await until(lambda: not probe.engine.kv.holders())
 
 
-def offloaded(tier):
-    while tier.offloads:
-        tier.end_offload()
-
-
 @in_loop
 async def test_what_left_the_device_is_loaded_from_the_host():
     async with EngineProbe(engine()) as probe:
@@ -147,15 +142,6 @@ async def test_a_cleared_cache_is_cleared_in_every_tier():
         probe.engine.clear_cache()
         again = await answered(probe, "again", prompt(0))
         assert again.cached_tokens == 0
-
-
-@in_loop
-async def test_the_same_blocks_are_copied_once():
-    async with EngineProbe(engine(blocks=64)) as probe:
-        for number in range(3):
-            await answered(probe, f"r{number}", prompt(0))
-            await idle(probe)
-        assert probe.engine.kv.counts[0].offloaded_blocks == 7
 
 
 @pytest.mark.parametrize(

@@ -63,20 +63,6 @@ async def test_an_answer_ends_by_itself_at_a_length_its_prompt_decides():
     assert len(answer.token_ids) == 101
 
 
-@in_loop
-async def test_greedy_has_one_answer_and_sampling_many():
-    def ask(temperature, seed, choice):
-        sampling = SamplingParams(max_tokens=8, temperature=temperature, seed=seed, ignore_eos=True)
-        name = f"{temperature} {seed} {choice}"
-        return make_request(name, range(8), sampling=sampling, choice=choice)
-
-    variants = [(seed, choice) for seed in (None, 1, 2) for choice in (0, 1)]
-    greedy = await answers(*(ask(0.0, *variant) for variant in variants))
-    sampled = await answers(*(ask(1.0, *variant) for variant in variants))
-    assert len({tuple(answer.token_ids) for answer in greedy}) == 1
-    assert len({tuple(answer.token_ids) for answer in sampled}) == 6
-
-
 def test_kv_of_another_prefix_is_noticed():
     shape = RunnerInfo(num_blocks=4, block_size=4, context_length=16, vocab_size=50, kv_bytes_per_block=32)
     kv = MockKv(shape)

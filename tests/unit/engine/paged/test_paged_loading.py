@@ -147,25 +147,6 @@ def test_no_gpu(checkpoint):
     assert "sees no GPU; use cpu" in refused(checkpoint("llama"), device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"dtype": "float8"},
-            "dtype: must be one of 'auto', 'float32', 'bfloat16' or 'float16', got 'float8'",
-        ),
-        ({"device": "gpu"}, "device"),
-        ({"kv_blocks": 1}, "kv_blocks: must be >= 2, got 1"),
-        ({"threads": 0}, "threads: must be >= 1, got 0"),
-        ({"block_sise": 4}, "block_sise: unknown key; did you mean 'block_size'?"),
-    ],
-)
-def test_settings(settings, message):
-    with pytest.raises(ConfigError) as raised:
-        PagedConfig.parse({"model": "m"} | settings, source="graph.yaml")
-    assert message in str(raised.value)
-
-
 def test_large_weights_show_how_far_they_are_and_small_ones_nothing(checkpoint, monkeypatch, capsys):
     def said() -> str:
         PagedRunner(PagedConfig(model=str(checkpoint("gemma3")), kv_blocks=8, block_size=4)).start()

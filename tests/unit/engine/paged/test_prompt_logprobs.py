@@ -114,12 +114,3 @@ def test_what_the_client_has_is_left_out(engine, reference, new_request, expecte
         values[:, 0], np.take_along_axis(logprobs, token_ids[:, :1], 1)[:, 0], atol=1e-4
     )
     assert parts[-1].end == len(prompt)
-
-
-def test_a_model_whose_logits_are_not_its_heads_says_so(engine, monkeypatch):
-    from penstock.engine.paged.model.models import PagedModel
-
-    monkeypatch.setattr(PagedModel, "scores", lambda *_: torch.zeros(1, 1))
-    made = engine()
-    assert not made.runner._loaded.model.has_scores
-    assert "prompt_logprobs" not in made.runner.start().sampling_fields

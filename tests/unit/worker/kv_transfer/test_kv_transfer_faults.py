@@ -8,7 +8,6 @@ import pytest
 
 from penstock.core.errors import Overloaded
 from penstock.core.wire import pack_tokens
-from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.transfer.regions import copies
 from penstock.transfer.regions.checksum import checksum_ranges, copy_summed
 from penstock.worker.config import KvTransferConfig, WorkerConfig
@@ -26,13 +25,10 @@ from tests.support.run_by import run_by
 BLOCKS = 12  # of a prompt of 50 tokens
 
 
-def run_scenario(
-    scene, names=("p0", "d0"), *, policy="least-loaded", read_s=0.0, kv_blocks=None, config=None
-):
+def run_scenario(scene, names=("p0", "d0"), *, read_s=0.0, kv_blocks=None, config=None):
     kv_transfer_scene.run_scenario(
         scene,
         names,
-        router=RouterConfig(policy=policy, disagg=DisaggConfig(remote_tokens_min=1)),
         engine=lambda name: tiny_engine((kv_blocks or {}).get(name, 200)),
         transport=lambda: SlowTransport(lambda _: read_s),
         config=config,

@@ -21,12 +21,12 @@ BLOCK_BYTES = 64
 FULL_BLOCKS = 12  # of 50 tokens in blocks of 4, less the last token
 
 
-def peers_scene(scene, *, delay_s=lambda _bytes: 1e-4, token_s=TOKEN_S, link_bytes_per_s=1e9, **fields):
-    """Run a scene on two aggregated workers that get requests in turn; a prompt token takes `token_s`, as they have measured."""
+def peers_scene(scene, *, delay_s=lambda _bytes: 1e-4, link_bytes_per_s=1e9, **fields):
+    """Run a scene on two aggregated workers that get requests in turn; a prompt token takes `TOKEN_S`, as they have measured."""
 
     async def measured(cluster, dispatcher):
         for name in cluster.names:
-            cluster.engine(name)._prefix_loads._compute_s = lambda new, _cached: new * token_s
+            cluster.engine(name)._prefix_loads._compute_s = lambda new, _cached: new * TOKEN_S
         await scene(cluster, dispatcher)
 
     run_scenario(

@@ -19,7 +19,6 @@ from penstock.worker.kv_transfer.reader import Growth
 from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import (
-    PRICES,
     SlowTransport,
     tiny_engine,
     tiny_request,
@@ -205,21 +204,6 @@ async def test_prompts_that_preempt_each_other_do_not_wait_for_their_own_pins(cl
             group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", LENGTH, 4, seed=seed)))
     assert asyncio.get_running_loop().time() - begin_s < 10
     assert cluster.engine("p0").load().generated_tokens == 4
-
-
-@run_by(run_scenario, ("p0",))
-async def test_a_decode_worker_that_does_not_do_it_is_not_asked_to(cluster, dispatcher):
-    worker = await cluster.start(
-        "d0",
-        tiny_engine(chunk_tokens=CHUNK),
-        role=Role.DECODE,
-        prices=PRICES,
-        config=WorkerConfig(kv_transfer=KvTransferConfig(stream_kv=False)),
-    )
-    await asyncio.sleep(0.1)
-    await whole_answer(dispatcher, tiny_request("a", LENGTH))
-    assert worker.kv_transfer.incoming.fetched_blocks == BLOCKS
-    assert worker.kv_transfer.incoming.early_blocks == 0
 
 
 def test_an_engine_that_gives_blocks_only_at_the_end_is_refused():

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from penstock.core.errors import EngineError, Overloaded, RequestError, Unavailable
-from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaKind, MediaPrompt
+from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaPrompt
 from penstock.core.wire import pack_tokens
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.requests.media import PROMPTS_MAX, MediaExpansions
@@ -14,7 +14,6 @@ from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
 from tests.support.run_by import in_virtual_time, run_by
 
-IMAGE = MediaKind(modality="image", placeholder="", items_max=4)
 PROMPT = MediaPrompt(token_ids=pack_tokens([1, 2]), items=(MediaItem.of("image", b"file"),))
 EXPANDED = ExpandedPrompt(token_ids=pack_tokens([1, 9, 9, 2]), positions=(1,))
 

@@ -193,26 +193,6 @@ def test_draws_follow_the_softmax(vary):
     assert chi_square(counts, draws * torch.softmax(scores, -1).numpy()) < 79.1
 
 
-def test_logprobs_tell_of_the_model_and_not_of_the_sampling():
-    table = new_table()
-    fill(table, 0, request("a", temperature=0.0), [1], [])
-    fill(table, 1, request("b", temperature=0.5, seed=1, top_k=2, logprobs=3), [1], [])
-    fill(table, 2, request("c", temperature=0.0, logprobs=0, repetition_penalty=100.0), [9], [])
-    logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(5))
-    logits[2, 9] = 20
-    expected = torch.log_softmax(logits, -1)
-    picked, reported = sample(table, [0, 1, 2], logits)
-    assert set(reported) == {1, 2}
-    for row, report in reported.items():
-        assert report.token_id == picked[row]
-        assert report.logprob == pytest.approx(float(expected[row, picked[row]]), abs=1e-5)
-    values, token_ids = expected[1].topk(3)
-    assert [token for token, _ in reported[1].top] == token_ids.tolist()
-    assert [logprob for _, logprob in reported[1].top] == pytest.approx(values.tolist(), abs=1e-5)
-    assert reported[2].top == ()
-    assert picked[2] != 9
-
-
 def test_a_request_that_cannot_be_prepared_disturbs_no_other_row():
     table, columns = new_table(), SamplingColumns(EOS)
     logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(5))
