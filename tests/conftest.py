@@ -1,5 +1,6 @@
 """Order and settings of all tests."""
 
+import asyncio
 import fcntl
 import functools
 import gc
@@ -93,9 +94,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine: on an event loop of its own, of virtual time where it is marked so."""
+    """Run a test that is a coroutine: on an event loop of its own, of virtual time where it is marked so, and uvloop's among real sockets."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
+    import uvloop
+
     from penstock.sim.loop.loop import run_virtual
     from penstock.testing.loop import run_async
 
@@ -103,7 +106,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if _has(pyfuncitem, "virtual"):
         run_virtual(pyfuncitem.obj(**arguments))
     else:
-        run_async(pyfuncitem.obj(**arguments), timeout_s=120.0)
+        within = pyfuncitem.get_closest_marker("within")
+        new_loop = uvloop.new_event_loop if "e2e" in pyfuncitem.path.parts else asyncio.new_event_loop
+        run_async(
+            pyfuncitem.obj(**arguments), timeout_s=within.args[0] if within else 120.0, loop_factory=new_loop
+        )
     return True
 
 
