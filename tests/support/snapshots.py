@@ -6,13 +6,15 @@ import msgspec
 
 from penstock.core.ids import RequestId
 from penstock.core.types.events import Tier
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import InstanceState, Role
+from penstock.core.types.load import WorkerLoad
 from penstock.frontend.tenants.usage import TenantUse
 from penstock.frontend.watch.alerts import Alert, Severity
 from penstock.frontend.watch.overview import Overview, Percentiles, RoleTerm, Round, Speed, Target
 from penstock.frontend.watch.snapshot import LinkRow, Snapshot, TierRow, WorkerRow
 from penstock.router.dispatch.journeys import Journey, LegView, Part
 from penstock.router.explain.explanation import Candidate, Explanation, LeftOut, Prefill, RouteReason
+from penstock.router.workers.member import Condition, WorkerView
 
 
 def worker(name: str, **fields: Any) -> WorkerRow:
@@ -42,6 +44,23 @@ def worker(name: str, **fields: Any) -> WorkerRow:
         "links": (LinkRow(source="prefill-1", transport="shm", num_bytes=4_000_000, seconds=0.5),),
     }
     return WorkerRow(name=name, **(known | fields))
+
+
+def view(worker_id: int, load: WorkerLoad | None = None, **fields: Any) -> WorkerView:
+    """Give a ready worker as routers see it."""
+    shown = None
+    if load is not None:
+        tiers = [msgspec.structs.asdict(tier) for tier in load.kv_tiers]
+        link = None if load.link is None else msgspec.structs.asdict(load.link)
+        shown = msgspec.structs.asdict(load) | {"kv_tiers": tiers, "link": link}
+    known: dict[str, Any] = {
+        "name": f"worker-{worker_id}", "model": "tiny", "role": Role.AGGREGATED, "state": InstanceState.READY,
+        "condition": Condition.READY, "problem": None, "kv_transfer_problem": None, "address": "", "host": "", "rack": "", "zone": "",
+        "region": "", "pid": 1, "connections": 1, "open_requests": 0, "reserved_requests": 0, "reserved_prefill_tokens": 0,
+        "reserved_blocks": 0, "indexed_blocks": 0, "predicted": False, "adapters": (), "event_sequence": None, "event_resyncs": 0,
+        "price_factor": None, "price_trusted": True,
+    }  # fmt: skip
+    return WorkerView(worker_id=worker_id, **({"load": shown} | known | fields))
 
 
 def journey(request_id: str, *workers: str, **fields: Any) -> Journey:

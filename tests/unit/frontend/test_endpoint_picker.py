@@ -1,9 +1,9 @@
 """What an endpoint is picked by, and what Envoy's messages make of a request, without sockets."""
 
-import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -103,14 +103,12 @@ class Talk:
         return answers
 
 
-def talking(test: Any) -> None:
-    async def run() -> None:
-        async with RoutingService(rng=random.Random(1)) as service:
-            for number in (1, 2):
-                await service.put(f"server-{number}", Server(url=f"http://10.0.0.{number}:8000", model="m"))
-            await test(Talk(service))
-
-    asyncio.run(run())
+@asynccontextmanager
+async def talking() -> AsyncIterator[Talk]:
+    async with RoutingService(rng=random.Random(1)) as service:
+        for number in (1, 2):
+            await service.put(f"server-{number}", Server(url=f"http://10.0.0.{number}:8000", model="m"))
+        yield Talk(service)
 
 
 def picked(answer: Any) -> str:
@@ -126,29 +124,25 @@ def picked(answer: Any) -> str:
 DATA = json.dumps(BODY).encode()
 
 
-def test_a_streamed_body_waits_for_its_end_and_is_given_back() -> None:
-    async def test(talk: Talk) -> None:
+async def test_a_streamed_body_waits_for_its_end_and_is_given_back() -> None:
+    async with talking() as talk:
         first, *rest = await talk.say(headers(), body(DATA[:5], end=False), body(DATA[5:]))
         assert picked(first) in {"10.0.0.1:8000", "10.0.0.2:8000"}
         streamed = [one.request_body.response.body_mutation.streamed_response for one in rest]
         assert [(one.body, one.end_of_stream) for one in streamed] == [(DATA[:5], False), (DATA[5:], True)]
 
-    talking(test)
 
-
-def test_a_body_that_ends_with_trailers_is_whole() -> None:
-    async def test(talk: Talk) -> None:
+async def test_a_body_that_ends_with_trailers_is_whole() -> None:
+    async with talking() as talk:
         trailers = messages.ProcessingRequest(request_trailers=messages.HttpTrailers())
         first, given, last = await talk.say(headers(), body(DATA, end=False), trailers)
         assert picked(first)
         assert given.request_body.response.body_mutation.streamed_response.body == DATA
         assert last.WhichOneof("response") == "request_trailers"
 
-    talking(test)
 
-
-def test_only_endpoints_that_the_gateway_allows_are_picked() -> None:
-    async def test(talk: Talk) -> None:
+async def test_only_endpoints_that_the_gateway_allows_are_picked() -> None:
+    async with talking() as talk:
         for subset in (["10.0.0.2:8000"], "10.0.0.2:8000,10.9.9.9:1"):
             for _ in range(4):
                 (answer, _) = await talk.say(headers(subset=subset), body(DATA))
@@ -157,56 +151,41 @@ def test_only_endpoints_that_the_gateway_allows_are_picked() -> None:
             (answer,) = await talk.say(headers(subset=subset), body(DATA))
             assert answer.immediate_response.status.code == 503
 
-    talking(test)
 
-
-def test_another_endpoint_than_the_picked_one_releases_the_request() -> None:
-    async def test(talk: Talk) -> None:
+async def test_another_endpoint_than_the_picked_one_releases_the_request() -> None:
+    async with talking() as talk:
         await talk.say(headers(), body(DATA), answered(200, served="10.9.9.9:1"))
 
-    talking(test)
 
-
-def test_modes_without_the_whole_body_are_refused() -> None:
-    async def test(talk: Talk) -> None:
+async def test_modes_without_the_whole_body_are_refused() -> None:
+    async with talking() as talk:
         (answer,) = await talk.say(headers(mode=BodyMode.STREAMED))
         assert answer.immediate_response.status.code == 500
         assert b"request_body_mode is STREAMED" in answer.immediate_response.body
 
-    talking(test)
+
+def anything(rng: random.Random) -> Any:
+    """Make a message that may come at the wrong time, and may hold nonsense."""
+    mode = rng.choice([BodyMode.NONE, BodyMode.BUFFERED, BodyMode.STREAMED, BodyMode.FULL_DUPLEX_STREAMED])
+    makers: list[Callable[[], Any]] = [
+        lambda: headers(end=rng.random() < 0.3, mode=mode),
+        lambda: body(rng.randbytes(rng.randrange(40)), end=rng.random() < 0.5),
+        lambda: body(DATA[: rng.randrange(len(DATA) + 1)]),
+        lambda: body(b"x" * 70_000),
+        lambda: answered(rng.choice([0, 200, 404, 500, 99_999]), end=rng.random() < 0.3),
+        lambda: messages.ProcessingRequest(response_body=messages.HttpBody(body=rng.randbytes(9))),
+        lambda: messages.ProcessingRequest(response_trailers=messages.HttpTrailers()),
+        lambda: messages.ProcessingRequest(request_trailers=messages.HttpTrailers()),
+        messages.ProcessingRequest,
+    ]
+    return rng.choice(makers)()
 
 
-def test_messages_in_any_order_end_in_answers() -> None:
+async def test_messages_in_any_order_end_in_answers() -> None:
     """Nothing is left open, and no exception but a refusal comes out, whatever a broken Envoy says."""
-
-    async def test(talk: Talk) -> None:
-        rng = random.Random(3)
-        for _ in range(2000):
-            said = []
-            for _ in range(rng.randrange(1, 8)):
-                mode = rng.choice(
-                    [BodyMode.NONE, BodyMode.BUFFERED, BodyMode.STREAMED, BodyMode.FULL_DUPLEX_STREAMED]
-                )
-                said.append(
-                    rng.choice(
-                        [
-                            headers(end=rng.random() < 0.3, mode=mode),
-                            body(rng.randbytes(rng.randrange(40)), end=rng.random() < 0.5),
-                            body(DATA[: rng.randrange(len(DATA) + 1)]),
-                            body(b"x" * 70_000),
-                            answered(rng.choice([0, 200, 404, 500, 99_999]), end=rng.random() < 0.3),
-                            messages.ProcessingRequest(
-                                response_body=messages.HttpBody(body=rng.randbytes(9))
-                            ),
-                            messages.ProcessingRequest(response_trailers=messages.HttpTrailers()),
-                            messages.ProcessingRequest(request_trailers=messages.HttpTrailers()),
-                            messages.ProcessingRequest(),
-                        ]
-                    )
-                )
-            for answer in await talk.say(*said):
-                refusal = answer.immediate_response
-                assert b"its log says more" not in refusal.body
+    rng = random.Random(3)
+    async with talking() as talk:
+        for _ in range(1000):
+            for answer in await talk.say(*(anything(rng) for _ in range(rng.randrange(1, 8)))):
+                assert b"its log says more" not in answer.immediate_response.body
         talk.service.check()
-
-    talking(test)

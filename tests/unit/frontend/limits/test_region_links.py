@@ -1,6 +1,5 @@
 """What frontends make of links that ask them, and of headers that anybody may send."""
 
-import asyncio
 import ssl
 
 import pytest
@@ -40,16 +39,13 @@ def test_another_secret_is_noted_until_the_roots_agree():
         (None, "other"),
     ],
 )
-def test_refused_handshakes_are_counted_by_reason(reason, counted):
-    async def main():
-        registry = CollectorRegistry()
-        error = ssl.SSLError(1, "failed") if reason else ConnectionResetError()
-        if reason:
-            error.reason = reason
-        RefusedHandshakes(registry).note("10.0.0.1:1234", error)
-        assert registry.get_sample_value("penstock_frontend_tls_refused_total", {"reason": counted}) == 1
-
-    asyncio.run(main())
+async def test_refused_handshakes_are_counted_by_reason(reason, counted):
+    registry = CollectorRegistry()
+    error = ssl.SSLError(1, "failed") if reason else ConnectionResetError()
+    if reason:
+        error.reason = reason
+    RefusedHandshakes(registry).note("10.0.0.1:1234", error)
+    assert registry.get_sample_value("penstock_frontend_tls_refused_total", {"reason": counted}) == 1
 
 
 def test_requests_of_a_links_key_go_to_no_other_region_whatever_their_headers_say():

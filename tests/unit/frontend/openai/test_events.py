@@ -5,10 +5,8 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.core.errors import Overloaded, Unavailable
 from penstock.core.types.requests import TokenLogprob
 from penstock.core.wire import pack_tokens
-from penstock.frontend.errors import error_answer
 from penstock.frontend.openai.answers import PromptTokensDetails, Usage
 from penstock.frontend.openai.events import Envelope, EventStream, WholeAnswer
 from penstock.frontend.text.detokenize import Detokenizer
@@ -51,13 +49,6 @@ def test_a_chat_chunk_and_the_one_with_the_role_before_it() -> None:
     text = 'say "é"\n\u2028'
     assert parse(encoder.event(TextEvent(1, text))) == [chunk(role), chunk({"content": text})]
     assert parse(encoder.event(TextEvent(1, "b", "stop"))) == [chunk({"content": "b"}, "stop")]
-
-
-def test_a_completion_chunk() -> None:
-    (chunk,) = parse(stream(PLAIN).event(TextEvent(0, "a", "length")))
-    assert chunk["object"] == "text_completion"
-    assert chunk["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "length"}]
-    assert "usage" not in chunk
 
 
 def test_token_ids_are_beside_the_text_and_those_of_the_prompt_in_the_first_chunk() -> None:
@@ -156,43 +147,3 @@ def test_completion_logprobs() -> None:
     }
     (chunk,) = parse(stream(PLAIN).event(TextEvent(0, "a", None, (logprob(A, 0),))))
     assert chunk["choices"][0]["logprobs"]["top_logprobs"] is None
-
-
-@pytest.mark.parametrize("envelope", [CHAT, PLAIN])
-def test_a_whole_answer(envelope: Envelope) -> None:
-    answer = WholeAnswer(envelope, TOKEN_BYTES, choices=2, logprobs=True)
-    for event in (
-        TextEvent(1, "x", "length"),
-        TextEvent(0, "a", None, (logprob(A, 0),)),
-        TextEvent(0, "b", "stop"),
-    ):
-        answer.take(event)
-    body = json.loads(answer.body(USAGE))
-    first, second = body["choices"]
-    text = [choice["message"]["content"] if envelope.chat else choice["text"] for choice in (first, second)]
-    assert text == ["ab", "x"]
-    assert [first["finish_reason"], second["finish_reason"]] == ["stop", "length"]
-    assert [first["index"], second["index"]] == [0, 1]
-    assert first["logprobs"]["content" if envelope.chat else "tokens"]
-    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
-    assert body["object"] == ("chat.completion" if envelope.chat else "text_completion")
-
-
-def test_an_error_in_a_stream() -> None:
-    (event,) = parse(stream(CHAT).failure(Unavailable("gone")))
-    assert event["error"] == {"message": "gone", "type": "server_error", "param": None, "code": "unavailable"}
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (404, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (503, "server_error"),
-    ],
-)
-def test_the_type_of_an_error_follows_its_status(status: int, kind: str) -> None:
-    error = Overloaded("no")
-    error.http_status = status
-    assert error_answer(error).error.type == kind

@@ -37,38 +37,3 @@ def test_older_names_are_taken(kind: str, value: Any) -> None:
     assert structured(**{f"guided_{kind}": value}) == {kind: value}
     with pytest.raises(RequestError, match=f"guided_{kind}: contradicts"):
         structured(**{f"guided_{kind}": value}, structured_outputs={"regex": "b"})
-
-
-def test_a_large_schema_is_refused() -> None:
-    large = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * (1 << 20)]}}}
-    with pytest.raises(RequestError, match="at most 1048576 are allowed"):
-        structured(response_format=large)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "text"),
-    [
-        (
-            {"response_format": {"type": "xml"}},
-            "response_format",
-            "must be one of text, json_object, json_schema, got 'xml'",
-        ),
-        ({"response_format": "json"}, "response_format", "got None"),
-        (
-            {"response_format": {"type": "json_schema"}},
-            "response_format",
-            "json_schema.schema: must be an object",
-        ),
-        ({"structured_outputs": {}}, "structured_outputs", "exactly one of json, .*, got none"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "got json, regex"),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "structured_outputs",
-            "contradicts response_format",
-        ),
-    ],
-)
-def test_malformed_fields_are_refused(fields: dict[str, Any], param: str, text: str) -> None:
-    with pytest.raises(RequestError, match=text) as refused:
-        structured(**fields)
-    assert refused.value.param == param

@@ -32,25 +32,11 @@ def choice(*stops: str) -> ChoiceText:
     return ChoiceText(0, DETOKENIZER, stops, begins_text=True)
 
 
-def test_tokens_become_text() -> None:
-    one = choice()
-    assert one.feed(delta(IDS)) == TextEvent(0, TEXT)
-    assert one.feed(delta([], FinishReason.LENGTH)) == TextEvent(0, "", "length")
-    assert one.output_tokens == len(IDS)
-    assert one.finished
-
-
 def test_a_stop_token_counts_but_is_no_text() -> None:
     one = choice()
     fox = TOKENIZER.token_to_id("f")
     assert one.feed(delta([*IDS, fox], FinishReason.STOP)) == TextEvent(0, TEXT, "stop")
     assert one.output_tokens == len(IDS) + 1
-
-
-def test_nothing_is_emitted_while_all_is_held() -> None:
-    one = choice()
-    assert one.feed(delta([TOKENIZER.token_to_id("ð")])) is None
-    assert one.feed(delta([], FinishReason.LENGTH)) == TextEvent(0, "\ufffd", "length")
 
 
 def test_a_stop_string_ends_the_choice_and_the_count() -> None:
@@ -66,12 +52,6 @@ def test_a_stop_string_completed_by_the_last_token_beats_the_length() -> None:
     one = choice("fox")
     event = one.feed(delta(IDS, FinishReason.LENGTH))
     assert event == TextEvent(0, "the quick brown ", "stop", stopped_by="fox")
-
-
-def test_a_partial_stop_string_at_the_end_is_text() -> None:
-    one = choice("foxes")
-    event = one.feed(delta(IDS, FinishReason.LENGTH))
-    assert event == TextEvent(0, TEXT, "length")
 
 
 def test_logprobs_come_with_their_text_and_not_with_a_stop_string() -> None:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor,
 from penstock.frontend.text.models import ServedModel
 from tests.support.dispatcher import ScriptedDispatcher, ScriptedStream
 from tests.support.tokenizer import tiny_card, tiny_model_files
+
+pytestmark = pytest.mark.virtual
 
 KEY = bytes(16)
 LONG = "the quick brown fox jumps over the lazy dog " * 4
@@ -98,27 +101,24 @@ class Scene:
         return prepared
 
     async def ended(self) -> None:
-        while self.turns._turns:
-            await asyncio.wait([turn.task for turn in self.turns._turns if turn.task is not None])
-            await asyncio.sleep(0)
+        """Wait until every turn has ended, or been given up."""
+        await asyncio.sleep(60)
 
     def count(self, outcome: str) -> float:
         name = "penstock_frontend_next_turns_total"
         return self.registry.get_sample_value(name, {"outcome": outcome}) or 0.0
 
 
-def run(scene: Callable[[Scene], Awaitable[None]], served: ServedModel | None = None, **bounds: Any) -> None:
-    async def main() -> None:
-        made = Scene(served, **bounds)
-        await scene(made)
-        await made.turns.close()
-        assert made.dispatcher.open_streams == 0
-
-    asyncio.run(main())
+@asynccontextmanager
+async def scene_of(served: ServedModel | None = None, **bounds: Any) -> AsyncIterator[Scene]:
+    made = Scene(served, **bounds)
+    yield made
+    await made.turns.close()
+    assert made.dispatcher.open_streams == 0
 
 
-def test_the_full_blocks_that_every_next_turn_begins_with_are_computed() -> None:
-    async def scene(scene: Scene) -> None:
+async def test_the_full_blocks_that_every_next_turn_begins_with_are_computed() -> None:
+    async with scene_of() as scene:
         answered = await scene.answer("so it is", session={"id": "a", "action": "open"})
         await scene.ended()
         (sent,) = scene.dispatcher.opened
@@ -137,11 +137,9 @@ def test_the_full_blocks_that_every_next_turn_begins_with_are_computed() -> None
         name = "penstock_frontend_next_turn_tokens_total"
         assert scene.registry.get_sample_value(name) == len(tokens) - 16
 
-    run(scene)
 
-
-def test_thoughts_that_the_template_leaves_out_are_left_out() -> None:
-    async def scene(scene: Scene) -> None:
+async def test_thoughts_that_the_template_leaves_out_are_left_out() -> None:
+    async with scene_of(model(THINKING)) as scene:
         await scene.answer(LONG + "</think>so it is " + LONG)
         await scene.answer(LONG + "</think><tool_call>{}</tool_call>" + LONG, content="dog " + LONG)
         await scene.ended()
@@ -151,11 +149,9 @@ def test_thoughts_that_the_template_leaves_out_are_left_out() -> None:
         said = scene.model.tokenizer.decode(unpack_tokens(tool.token_ids).tolist())
         assert "</think>" in said, "a tool's result continues the answer as it is"
 
-    run(scene, model(THINKING))
 
-
-def test_what_the_worker_has_computed_anyway_is_not_computed_again() -> None:
-    async def scene(scene: Scene) -> None:
+async def test_what_the_worker_has_computed_anyway_is_not_computed_again() -> None:
+    async with scene_of() as scene:
         request, prepared = await scene.prepare({"messages": [{"role": "user", "content": LONG}]})
         on_answer = scene.turns.follow(request, prepared, 1000)
         assert on_answer is not None
@@ -169,37 +165,25 @@ def test_what_the_worker_has_computed_anyway_is_not_computed_again() -> None:
         await scene.ended()
         assert (scene.count("held"), scene.dispatcher.opened) == (1, [])
 
-    run(scene)
 
-
-def test_a_busy_worker_is_asked_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_WAIT_S", 0.0)
-
-    async def scene(scene: Scene) -> None:
+@pytest.mark.parametrize("within_s", [5.0, -1.0])
+async def test_a_busy_worker_is_asked_again_for_a_while(within_s: float) -> None:
+    async with scene_of(within_s=within_s) as scene:
         scene.outcomes = ["busy", Overloaded("full", retry_after_s=1.0), "busy"]
         await scene.answer()
         await scene.ended()
-        assert len({request.request_id for request in scene.dispatcher.opened}) == 4
-        assert scene.count("computed") == 1
-        scene.turns._within_s = -1.0
-        scene.outcomes = ["busy"] * 9
-        await scene.answer(content="dog " + LONG)
-        await scene.ended()
-        assert (scene.count("busy"), len(scene.dispatcher.opened)) == (1, 5)
-
-    run(scene)
+        asked = {request.request_id for request in scene.dispatcher.opened}
+        outcome = (scene.count("computed"), scene.count("busy"), len(asked))
+        assert outcome == ((1, 0, 4) if within_s > 0 else (0, 1, 1))
 
 
 @pytest.mark.parametrize(
     "next_turn",
-    [
-        {"content": "unlike", "session": {"id": "a"}},
-        {"content": LONG + "dog"},
-    ],
+    [{"content": "unlike", "session": {"id": "a"}}, {"content": LONG + "dog"}],
     ids=["of the session", "beginning alike"],
 )
-def test_the_next_turn_ends_what_is_computed_for_it(next_turn: dict[str, Any]) -> None:
-    async def scene(scene: Scene) -> None:
+async def test_the_next_turn_ends_what_is_computed_for_it(next_turn: dict[str, Any]) -> None:
+    async with scene_of() as scene:
         session = {"session": {"id": "a", "action": "open"}} if "session" in next_turn else {}
         scene.outcomes = ["hang"]
         await scene.answer(**session)
@@ -213,11 +197,9 @@ def test_the_next_turn_ends_what_is_computed_for_it(next_turn: dict[str, Any]) -
         assert (scene.count("arrived"), scene.dispatcher.cancelled) == (1, 1)
         assert scene.dispatcher.open_streams == 0
 
-    run(scene)
 
-
-def test_another_tenants_request_ends_nothing() -> None:
-    async def scene(scene: Scene) -> None:
+async def test_another_tenants_request_ends_nothing() -> None:
+    async with scene_of() as scene:
         scene.outcomes = ["hang"]
         await scene.answer()
         await scene.hanging.wait()
@@ -226,8 +208,6 @@ def test_another_tenants_request_ends_nothing() -> None:
         scene.turns.arrived(msgspec.structs.replace(other, requests=tuple(theirs)))
         await asyncio.sleep(0)
         assert scene.dispatcher.open_streams == 1
-
-    run(scene)
 
 
 @pytest.mark.parametrize(
@@ -238,16 +218,14 @@ def test_another_tenants_request_ends_nothing() -> None:
         ({"session": {"id": "a", "action": "close"}}, "the last one"),
     ],
 )
-def test_requests_without_a_next_turn_are_not_followed(fields: dict[str, Any], why: str) -> None:
-    async def scene(scene: Scene) -> None:
+async def test_requests_without_a_next_turn_are_not_followed(fields: dict[str, Any], why: str) -> None:
+    async with scene_of() as scene:
         request, prepared = await scene.prepare({"messages": [{"role": "user", "content": LONG}], **fields})
         assert scene.turns.follow(request, prepared, 1000) is None, why
 
-    run(scene)
 
-
-def test_turns_and_bodies_kept_are_bounded() -> None:
-    async def scene(scene: Scene) -> None:
+async def test_turns_and_bodies_kept_are_bounded() -> None:
+    async with scene_of(turns_max=2) as scene:
         scene.outcomes = ["hang", "hang"]
         for number in range(3):
             await scene.answer(content=f"{number} {LONG}")
@@ -259,11 +237,9 @@ def test_turns_and_bodies_kept_are_bounded() -> None:
         kept.clear()
         assert scene.turns.follow(request, prepared, half) is not None, "those were never answered"
 
-    run(scene, turns_max=2)
 
-
-def test_a_turn_that_was_given_up_leaves_its_place_to_the_next() -> None:
-    async def scene(scene: Scene) -> None:
+async def test_a_turn_that_was_given_up_leaves_its_place_to_the_next() -> None:
+    async with scene_of(turns_max=1) as scene:
         scene.outcomes = ["hang"]
         await scene.answer(session={"id": "s", "action": "open"})
         await scene.hanging.wait()
@@ -271,11 +247,9 @@ def test_a_turn_that_was_given_up_leaves_its_place_to_the_next() -> None:
         await scene.ended()
         assert [scene.count(outcome) for outcome in ("arrived", "dropped", "computed")] == [1, 0, 1]
 
-    run(scene, turns_max=1)
 
-
-def test_failures_are_counted_and_end_nothing_else() -> None:
-    async def scene(scene: Scene) -> None:
+async def test_failures_are_counted_and_end_nothing_else() -> None:
+    async with scene_of() as scene:
         scene.outcomes = [Unavailable("no worker is left"), ValueError("odd")]
         await scene.answer()
         await scene.ended()
@@ -283,15 +257,10 @@ def test_failures_are_counted_and_end_nothing_else() -> None:
         await scene.ended()
         assert scene.count("failed") == 2
 
-    run(scene)
 
-
-def test_a_template_that_refuses_answers_is_counted() -> None:
+async def test_a_template_that_refuses_answers_is_counted() -> None:
     refusing = "{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}{{ messages[0].content }}"
-
-    async def scene(scene: Scene) -> None:
+    async with scene_of(model(refusing)) as scene:
         await scene.answer("<tool_call>")
         await scene.ended()
         assert (scene.count("refused"), scene.dispatcher.opened) == (1, [])
-
-    run(scene, model(refusing))

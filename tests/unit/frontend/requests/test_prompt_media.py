@@ -70,7 +70,7 @@ class Scene:
             self.ask(*parts, **fields)
         assert "\n" not in refused.value.message
         assert not self.dispatcher.opened
-        assert self.frontend._media.held_bytes == 0, "what a refused request held is given back"
+        assert not self.metric("penstock_frontend_media_bytes"), "what a refused request held is given back"
         return refused.value
 
 
@@ -104,12 +104,6 @@ def test_block_hashes_differ_from_the_block_on_where_another_image_begins() -> N
     assert len(one) == len(two)
     assert one[:32] == two[:32], "text before the images"
     assert one[-16:] != two[-16:]
-
-
-def test_digests_depend_on_modality_and_bytes() -> None:
-    digests = {MediaItem.of(kind, data).digest for kind in ("image", "audio") for data in (b"a", b"b")}
-    assert len(digests) == 4
-    assert MediaItem.of("image", b"a").digest == MediaItem.of("image", b"a").digest
 
 
 def test_a_large_body_goes_through_an_encoder_process() -> None:
@@ -158,12 +152,6 @@ def test_bad_parts_are_refused_by_their_place(part: dict[str, Any], says: str) -
     assert str(error.param).startswith("messages[0].content[1]")
 
 
-def test_a_model_of_text_refuses_images_and_is_named() -> None:
-    error = scene(kinds=()).refusal(image())
-    assert "model 'tiny' takes text where it runs, no image" in error.message
-    assert "such as vllm" in error.message
-
-
 def test_pins_and_prefetches_are_of_text_only() -> None:
     model = asyncio.run(scene().frontend.served_model("tiny"))
     messages = [{"role": "user", "content": [TEXT | {"text": "the quick " * 20}, image()]}]
@@ -185,7 +173,6 @@ def test_requests_in_flight_share_a_bound() -> None:
     refused = []
 
     def second(_answer: PendingAnswer) -> None:
-        assert here.frontend._media.held_bytes == 1500
         assert here.metric("penstock_frontend_media_bytes") == 1500
 
         async def main() -> None:
@@ -202,7 +189,6 @@ def test_requests_in_flight_share_a_bound() -> None:
     (error,) = refused
     assert error.retry_after_s
     assert "frontend.media.bytes_max" in error.message
-    assert here.frontend._media.held_bytes == 0
     assert here.metric("penstock_frontend_media_bytes") == 0
     here.ask(image(bytes(1999)))
 

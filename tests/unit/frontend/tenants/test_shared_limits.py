@@ -1,7 +1,7 @@
 """Tenants' limits over several frontends: real workers and dispatchers in one process, on virtual time."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
@@ -9,25 +9,30 @@ from structlog.testing import capture_logs
 
 from penstock.core.types.load import PeerCount, TenantCount
 from penstock.frontend.errors import RateLimitError
+from penstock.frontend.tenants.api_key import hash_of
 from penstock.frontend.tenants.key_file import TenantConfig
 from penstock.frontend.tenants.shared_limits import BUSY_S, IDLE_S, PAUSE_S, share_limits
 from penstock.frontend.tenants.tenants import Tenants
 from penstock.frontend.tenants.usage import Usage, Use
 from penstock.router.workers.tenant_counts import ANSWER_S_MAX, PASSED_OVER_S
 from penstock.runtime.requests.memory import _Link
-from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
 
-TICK_S = 0.005
+pytestmark = pytest.mark.virtual
+
+TICK_S = 0.01
 
 
 class SharingFrontend:
     """One frontend of a deployment, with the tenant `t`."""
 
     def __init__(self, config: TenantConfig) -> None:
-        self.tenants = Tenants({"t": config})
-        self.usage: Usage = self.tenants._usages["t"]
+        self.tenants = Tenants({"t": config.model_copy(update={"keys": (hash_of("key"),)})})
+        tenant = self.tenants.of_key(b"key")
+        assert tenant is not None
+        assert tenant.usage is not None
+        self.usage: Usage = tenant.usage
         self.exchanges = 0
         self.held: list[Use] = []
         self._stack = AsyncExitStack()
@@ -95,133 +100,104 @@ def held(frontends: list[SharingFrontend]) -> int:
     return sum(len(frontend.held) for frontend in frontends)
 
 
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    run_virtual(main())
+@pytest.mark.parametrize("frontends", [1, 3])
+async def test_a_rate_holds_over_all_frontends_after_a_burst_at_each(frontends: int) -> None:
+    async with deployment(TenantConfig(requests_per_s=20), frontends=frontends) as (_, each):
+        first = await flood(each, 10.0)
+        assert 20 * 10 <= first <= 20 * (10 + 1) + 20 * (frontends - 1) + 1
+        assert 20 * 10 - 10 <= await flood(each, 10.0) <= 20 * 10 + 10, "bursts are paid for"
 
 
-@pytest.mark.parametrize("frontends", [1, 2, 3])
-def test_a_rate_holds_over_all_frontends_after_a_burst_at_each(frontends: int) -> None:
-    async def main() -> None:
-        async with deployment(TenantConfig(requests_per_s=20), frontends=frontends) as (_, each):
-            first = await flood(each, 30.0)
-            assert 20 * 30 <= first <= 20 * (30 + 1) + 20 * (frontends - 1) + 1
-            assert 20 * 30 - 10 <= await flood(each, 30.0) <= 20 * 30 + 10, "bursts are paid for"
-
-    run(main)
-
-
-def test_tokens_of_other_frontends_are_a_debt() -> None:
-    async def main() -> None:
-        async with deployment(TenantConfig(tokens_per_min=6000), frontends=3) as (_, each):
-            for frontend in each:
-                (use,) = [frontend.usage.admit(now_s())]
-                use.charge(5900, 300, lambda: (5900, 100), now_s())
-                use.end(now_s())
-            await asyncio.sleep(2 * IDLE_S)
-            for frontend in each:
-                level = frontend.tenants.uses()[0].tokens_left
-                assert level is not None
-                assert level == pytest.approx(6000 - 3 * 6000 + 100 * now_s(), abs=300)
-                assert frontend.ask() == 0
-            await asyncio.sleep(125.0)
-            assert each[0].ask() == 1
-
-    run(main)
+async def test_tokens_of_other_frontends_are_a_debt() -> None:
+    async with deployment(TenantConfig(tokens_per_min=6000), frontends=3) as (_, each):
+        for frontend in each:
+            (use,) = [frontend.usage.admit(now_s())]
+            use.charge(5900, 300, lambda: (5900, 100), now_s())
+            use.end(now_s())
+        await asyncio.sleep(2 * IDLE_S)
+        for frontend in each:
+            level = frontend.tenants.uses()[0].tokens_left
+            assert level is not None
+            assert level == pytest.approx(6000 - 3 * 6000 + 100 * now_s(), abs=300)
+            assert frontend.ask() == 0
+        await asyncio.sleep(125.0)
+        assert each[0].ask() == 1
 
 
-def test_free_places_are_shared_and_none_is_left_over() -> None:
-    async def main() -> None:
-        async with deployment(TenantConfig(concurrency=64)) as (_, each):
+async def test_free_places_are_shared_and_none_is_left_over() -> None:
+    async with deployment(TenantConfig(concurrency=64)) as (_, each):
+        for frontend in each:
+            frontend.ask()
+        await asyncio.sleep(2 * IDLE_S)  # each knows that the other has some
+        for _ in range(100):
             for frontend in each:
                 frontend.ask()
-            await asyncio.sleep(2 * IDLE_S)  # each knows that the other has some
-            for _ in range(100):
-                for frontend in each:
-                    frontend.ask()
-                    assert held(each) <= 64 + 1
-                await asyncio.sleep(2 * PAUSE_S)
-            assert held(each) >= 64
-            with pytest.raises(RateLimitError, match=r"6[45] of its requests are in flight at 2 frontends"):
-                each[0].usage.admit(now_s())
-            each[0].finish()
-            await asyncio.sleep(BUSY_S + 2 * PAUSE_S)
-            assert each[1].ask(64) >= (64 - len(each[1].held)) // 2, "a share at once, the rest soon"
-
-    run(main)
+                assert held(each) <= 64 + 1
+            await asyncio.sleep(2 * PAUSE_S)
+        assert held(each) >= 64
+        with pytest.raises(RateLimitError, match=r"6[45] of its requests are in flight at 2 frontends"):
+            each[0].usage.admit(now_s())
+        each[0].finish()
+        await asyncio.sleep(BUSY_S + 2 * PAUSE_S)
+        assert each[1].ask(64) >= (64 - len(each[1].held)) // 2, "a share at once, the rest soon"
 
 
-def test_a_tenant_at_one_frontend_has_all_places_at_once() -> None:
-    async def main() -> None:
-        async with deployment(TenantConfig(concurrency=8)) as (_, each):
-            assert each[0].ask(20) == 8
-            await asyncio.sleep(2 * IDLE_S)
-            assert each[1].ask(20) == 0
-            each[0].finish()
-            await asyncio.sleep(BUSY_S + 2 * PAUSE_S)
-            assert each[1].ask(20) >= 4
-
-    run(main)
+async def test_a_tenant_at_one_frontend_has_all_places_at_once() -> None:
+    async with deployment(TenantConfig(concurrency=8)) as (_, each):
+        assert each[0].ask(20) == 8
+        await asyncio.sleep(2 * IDLE_S)
+        assert each[1].ask(20) == 0
+        each[0].finish()
+        await asyncio.sleep(BUSY_S + 2 * PAUSE_S)
+        assert each[1].ask(20) >= 4
 
 
-def test_bursts_at_the_same_time_take_less_than_twice_the_limit() -> None:
-    async def main() -> None:
-        async with deployment(TenantConfig(concurrency=64), frontends=4) as (_, each):
+async def test_bursts_at_the_same_time_take_less_than_twice_the_limit() -> None:
+    async with deployment(TenantConfig(concurrency=64), frontends=4) as (_, each):
+        for frontend in each:
+            frontend.ask()
+        await asyncio.sleep(2 * IDLE_S)
+        for _ in range(200):
             for frontend in each:
-                frontend.ask()
-            await asyncio.sleep(2 * IDLE_S)
-            for _ in range(400):
-                for frontend in each:
-                    frontend.ask(64)
-                await asyncio.sleep(TICK_S)
-            assert 64 <= held(each) < 2 * 64
-
-    run(main)
+                frontend.ask(64)
+            await asyncio.sleep(TICK_S)
+        assert 64 <= held(each) < 2 * 64
 
 
-def test_what_a_burst_took_too_much_goes_down_again() -> None:
-    async def main() -> None:
-        async with deployment(TenantConfig(concurrency=10)) as (_, each):
-            assert [frontend.ask(20) for frontend in each] == [10, 10], "within the time of one exchange"
-            for _ in range(40):
-                await asyncio.sleep(BUSY_S + PAUSE_S)
-                for frontend in each:
-                    if frontend.held:
-                        frontend.held.pop().end(now_s())
-                    frontend.ask(20)
-            assert held(each) <= 11
-
-    run(main)
-
-
-def test_the_share_of_a_frontend_that_ends_goes_with_it() -> None:
-    async def main() -> None:
-        async with deployment(TenantConfig(concurrency=9), frontends=3) as (_, each):
+async def test_what_a_burst_took_too_much_goes_down_again() -> None:
+    async with deployment(TenantConfig(concurrency=10)) as (_, each):
+        assert [frontend.ask(20) for frontend in each] == [10, 10], "within the time of one exchange"
+        for _ in range(40):
+            await asyncio.sleep(BUSY_S + PAUSE_S)
             for frontend in each:
-                assert frontend.ask(3) == 3
-            await asyncio.sleep(2 * IDLE_S)
-            assert [frontend.ask() for frontend in each] == [0, 0, 0]
-            await each[0].end()
-            await asyncio.sleep(2 * BUSY_S)
-            assert each[1].ask(9) + each[2].ask(9) in {3, 4}
-
-    run(main)
+                if frontend.held:
+                    frontend.held.pop().end(now_s())
+                frontend.ask(20)
+        assert held(each) <= 11
 
 
-def test_another_worker_counts_when_one_dies() -> None:
-    async def main() -> None:
-        async with deployment(TenantConfig(requests_per_s=20, concurrency=8), workers=2) as (cluster, each):
-            await flood(each, 10.0)
-            cluster.kill("w1")
-            assert 20 * 30 - 10 <= await flood(each, 30.0) <= 20 * 30 + 20
-            await cluster.start("w1", ManualEngine())  # its id is new
-            assert 20 * 30 - 10 <= await flood(each, 30.0) <= 20 * 30 + 20
-            cluster.kill("w2")
-            assert 20 * 30 - 10 <= await flood(each, 30.0) <= 20 * 30 + 20
-
-    run(main)
+async def test_the_share_of_a_frontend_that_ends_goes_with_it() -> None:
+    async with deployment(TenantConfig(concurrency=9), frontends=3) as (_, each):
+        for frontend in each:
+            assert frontend.ask(3) == 3
+        await asyncio.sleep(2 * IDLE_S)
+        assert [frontend.ask() for frontend in each] == [0, 0, 0]
+        await each[0].end()
+        await asyncio.sleep(2 * BUSY_S)
+        assert each[1].ask(9) + each[2].ask(9) in {3, 4}
 
 
-def test_workers_of_an_older_version_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_worker_counts_when_one_dies() -> None:
+    async with deployment(TenantConfig(requests_per_s=20, concurrency=8), workers=2) as (cluster, each):
+        await flood(each, 10.0)
+        cluster.kill("w1")
+        await cluster.start("w1", ManualEngine())  # its id is new
+        assert 20 * 10 - 10 <= await flood(each, 10.0) <= 20 * 10 + 20
+        cluster.kill("w2")
+        assert 20 * 10 - 10 <= await flood(each, 10.0) <= 20 * 10 + 20
+
+
+async def test_workers_of_an_older_version_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = _Link.count_tenants
 
     def older(link: _Link, counts: Mapping[str, TenantCount], call_id: int) -> None:
@@ -230,65 +206,48 @@ def test_workers_of_an_older_version_are_passed_over(monkeypatch: pytest.MonkeyP
         answer(link, counts, call_id)
 
     monkeypatch.setattr(_Link, "count_tenants", older)
-
-    async def main() -> None:
-        async with deployment(TenantConfig(requests_per_s=20), workers=3) as (_, each):
-            await flood(each, 2 * ANSWER_S_MAX + 3 * BUSY_S)
-            admitted = await flood(each, PASSED_OVER_S - 3.0)
-            assert admitted <= 20 * (PASSED_OVER_S - 3.0) + 20
-            total = await flood(each, 120.0)
-            assert total <= 20 * 120 * 1.5, "they are asked again now and then"
-
-    run(main)
+    async with deployment(TenantConfig(requests_per_s=20), workers=3) as (_, each):
+        await flood(each, 2 * ANSWER_S_MAX + 3 * BUSY_S)
+        admitted = await flood(each, PASSED_OVER_S - 3.0)
+        assert admitted <= 20 * (PASSED_OVER_S - 3.0) + 20
+        total = await flood(each, 60.0)
+        assert total <= 20 * 60 * 1.5, "they are asked again now and then"
 
 
-def test_without_a_worker_that_counts_each_frontend_counts_alone_and_owes_nothing_later(
+async def test_without_a_worker_that_counts_each_frontend_counts_alone_and_owes_nothing_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answer = _Link.count_tenants
     monkeypatch.setattr(_Link, "count_tenants", lambda *_: None)
-
-    async def main() -> None:
-        async with deployment(TenantConfig(requests_per_s=20)) as (_, each):
-            with capture_logs() as logs:
-                assert await flood(each, 60.0) >= 2 * 20 * 60
-                monkeypatch.setattr(_Link, "count_tenants", answer)
-                await flood(each, PASSED_OVER_S + 2.0)
-            events = [log["event"] for log in logs if log["event"].startswith("limits_")]
-            assert events.count("limits_not_shared") == events.count("limits_shared") == 2
-            for frontend in each:
-                assert frontend.usage._requests is not None
-                assert frontend.usage._requests.level(now_s()) > -25
-            assert 20 * 30 - 10 <= await flood(each, 30.0) <= 20 * 30 + 20
-
-    run(main)
+    async with deployment(TenantConfig(requests_per_s=20)) as (_, each):
+        with capture_logs() as logs:
+            assert await flood(each, 20.0) >= 2 * 20 * 20
+            monkeypatch.setattr(_Link, "count_tenants", answer)
+            await flood(each, PASSED_OVER_S + 2.0)
+        events = [log["event"] for log in logs if log["event"].startswith("limits_")]
+        assert events.count("limits_not_shared") == events.count("limits_shared") == 2
+        assert 20 * 10 - 10 <= await flood(each, 10.0) <= 20 * 10 + 20
 
 
-def test_idle_frontends_exchange_once_a_second_and_those_without_limits_never() -> None:
-    async def main() -> None:
-        async with deployment(TenantConfig(concurrency=5)) as (_, each):
-            before = each[0].exchanges
-            await asyncio.sleep(100 * IDLE_S)
-            assert 90 <= each[0].exchanges - before <= 101
-            before = each[0].exchanges
-            await flood(each, 10.0)
-            assert each[0].exchanges - before <= 10.0 / PAUSE_S + 1
-        async with deployment(TenantConfig()) as (_, each):
-            assert await flood(each, 10.0) > 1000
-            assert each[0].exchanges == 0
-
-    run(main)
+async def test_idle_frontends_exchange_once_a_second_and_those_without_limits_never() -> None:
+    async with deployment(TenantConfig(concurrency=5)) as (_, each):
+        before = each[0].exchanges
+        await asyncio.sleep(100 * IDLE_S)
+        assert 90 <= each[0].exchanges - before <= 101
+        before = each[0].exchanges
+        await flood(each, 10.0)
+        assert each[0].exchanges - before <= 10.0 / PAUSE_S + 1
+    async with deployment(TenantConfig()) as (_, each):
+        assert await flood(each, 10.0) > 1000
+        assert each[0].exchanges == 0
 
 
-def test_limits_that_are_taken_away_and_come_back_begin_anew() -> None:
-    async def main() -> None:
-        async with deployment(TenantConfig(requests_per_s=20)) as (_, each):
-            for frontend in each:
-                frontend.usage.limit(TenantConfig(), now_s())
-            await flood(each, 5.0)
-            for frontend in each:
-                frontend.usage.limit(TenantConfig(requests_per_s=20), now_s())
-            await asyncio.sleep(2 * IDLE_S)
-            assert [frontend.ask(30) for frontend in each] == [20, 20]
-
-    run(main)
+async def test_limits_that_are_taken_away_and_come_back_begin_anew() -> None:
+    async with deployment(TenantConfig(requests_per_s=20)) as (_, each):
+        for frontend in each:
+            frontend.usage.limit(TenantConfig(), now_s())
+        await flood(each, 5.0)
+        for frontend in each:
+            frontend.usage.limit(TenantConfig(requests_per_s=20), now_s())
+        await asyncio.sleep(2 * IDLE_S)
+        assert [frontend.ask(30) for frontend in each] == [20, 20]

@@ -10,8 +10,7 @@ from structlog.testing import capture_logs
 from penstock.core.files import RELOAD_S
 from penstock.frontend.tenants.api_key import hash_of
 from penstock.frontend.tenants.key_file import TenantConfig
-from penstock.frontend.tenants.tenants import Tenants
-from penstock.sim.loop.loop import run_virtual
+from penstock.frontend.tenants.tenants import Tenant, Tenants
 
 
 def text_of(**keys: str) -> str:
@@ -39,41 +38,42 @@ def test_each_key_has_its_tenant() -> None:
     assert Tenants({"idle": TenantConfig()}).ask_for_keys, "a file without keys does not open the server"
 
 
+def tenant_of(tenants: Tenants, name: str) -> Tenant:
+    """Give the tenant whose key is its name."""
+    tenant = tenants.of_key(name.encode())
+    assert tenant is not None
+    return tenant
+
+
 def test_salts_are_the_tenants_own_and_cannot_be_guessed() -> None:
-    configs = {
-        "a": TenantConfig(),
-        "b": TenantConfig(),
-        "c": TenantConfig(cache_salt="shared"),
-        "d": TenantConfig(cache_salt="shared"),
-        "e": TenantConfig(cache_salt=""),
-    }
-    one, other = Tenants(configs, secret=bytes(16)), Tenants(configs, secret=bytes(15) + b"1")
-    salts = {name: one._by_name[name].cache_salt for name in configs}
+    salt = {"a": None, "b": None, "c": "shared", "d": "shared", "e": ""}
+    configs = {name: TenantConfig(keys=(hash_of(name),), cache_salt=each) for name, each in salt.items()}
+    one, same, other = (Tenants(configs, secret=bytes(15) + last) for last in (b"0", b"0", b"1"))
+    salts = {name: tenant_of(one, name).cache_salt for name in configs}
     assert salts["c"] == salts["d"]
     assert salts["e"] == ""
     assert len(set(salts.values())) == 4
-    assert salts == {name: Tenants(configs, secret=bytes(16))._by_name[name].cache_salt for name in configs}
-    assert all(other._by_name[name].cache_salt != salts[name] for name in "abcd")
+    assert salts == {name: tenant_of(same, name).cache_salt for name in configs}
+    assert all(tenant_of(other, name).cache_salt != salts[name] for name in "abcd")
 
 
 def test_a_gateway_speaks_for_other_tenants() -> None:
     configs = {
         "edge": TenantConfig(keys=(hash_of("edge"),), trusted=True, concurrency=5),
-        "known": TenantConfig(priority="low", concurrency=7),
+        "known": TenantConfig(keys=(hash_of("known"),), priority="low", concurrency=7),
     }
     tenants = Tenants(configs)
-    gateway = tenants.of_key(b"edge")
-    assert gateway is not None
+    gateway = tenant_of(tenants, "edge")
     assert tenants.acting(gateway, "") == gateway
     known = tenants.acting(gateway, "known")
     assert (known.name, known.priority, known.priority_max) == ("known", -1, 1000)
-    assert known.usage is tenants._usages["known"]
+    assert known.usage is tenant_of(tenants, "known").usage
     unknown = tenants.acting(gateway, "unknown")
     assert (unknown.name, unknown.usage) == ("unknown", gateway.usage)
     assert unknown.cache_salt == gateway.cache_salt
 
 
-def test_a_changed_file_counts_at_once_and_a_wrong_one_not(
+async def test_a_changed_file_counts_at_once_and_a_wrong_one_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
@@ -88,42 +88,33 @@ def test_a_changed_file_counts_at_once_and_a_wrong_one_not(
         new.replace(file)
 
     write.count = 1
-
-    async def main() -> None:
-        write(text_of(a="first", b="second"))
-        tenants = Tenants.read(str(file))
-        watching = asyncio.ensure_future(tenants.watch())
-        a = tenants.of_key(b"first")
-        assert a is not None
-        assert a.usage is not None
-        use = a.usage.admit(0.0)
-        write(text_of(a="third", c="fourth"))
-        assert named(tenants, "first") == "a"
-        await asyncio.sleep(RELOAD_S + 0.1)
-        assert [named(tenants, key) for key in ("first", "second", "third", "fourth")] == [
-            None,
-            None,
-            "a",
-            "c",
-        ]
-        again = tenants.of_key(b"third")
-        assert again is not None
-        assert again.usage is a.usage, "what it uses still counts"
-        assert a.usage.inflight == 1
-        with capture_logs() as logs:
-            write("tenants: {a: {keys: [plain]}}")
-            await asyncio.sleep(3 * RELOAD_S)
-            file.unlink()
-            await asyncio.sleep(3 * RELOAD_S)
-        told, missing = logs
-        assert (told["event"], told["log_level"]) == ("api_keys_not_reloaded", "error")
-        assert (missing["event"], missing["files"]) == ("watched_file_missing", [str(file)])
-        assert "plain" not in told["error"]
-        assert named(tenants, "third") == "a", "the keys before stay valid"
-        write(text_of(c="fourth"))
-        await asyncio.sleep(RELOAD_S + 0.1)
-        assert [named(tenants, key) for key in ("third", "fourth")] == [None, "c"]
-        use.end(0.0)
-        watching.cancel()
-
-    run_virtual(main())
+    write(text_of(a="first", b="second"))
+    tenants = Tenants.read(str(file))
+    watching = asyncio.ensure_future(tenants.watch())
+    a = tenants.of_key(b"first")
+    assert a is not None
+    assert a.usage is not None
+    use = a.usage.admit(0.0)
+    write(text_of(a="third", c="fourth"))
+    assert named(tenants, "first") == "a"
+    await asyncio.sleep(RELOAD_S + 0.1)
+    assert [named(tenants, key) for key in ("first", "second", "third", "fourth")] == [None, None, "a", "c"]
+    again = tenants.of_key(b"third")
+    assert again is not None
+    assert again.usage is a.usage, "what it uses still counts"
+    assert a.usage.inflight == 1
+    with capture_logs() as logs:
+        write("tenants: {a: {keys: [plain]}}")
+        await asyncio.sleep(3 * RELOAD_S)
+        file.unlink()
+        await asyncio.sleep(3 * RELOAD_S)
+    told, missing = logs
+    assert (told["event"], told["log_level"]) == ("api_keys_not_reloaded", "error")
+    assert (missing["event"], missing["files"]) == ("watched_file_missing", [str(file)])
+    assert "plain" not in told["error"]
+    assert named(tenants, "third") == "a", "the keys before stay valid"
+    write(text_of(c="fourth"))
+    await asyncio.sleep(RELOAD_S + 0.1)
+    assert [named(tenants, key) for key in ("third", "fourth")] == [None, "c"]
+    use.end(0.0)
+    watching.cancel()

@@ -62,10 +62,9 @@ def test_tokens_are_charged_as_expected_and_then_as_used() -> None:
     usage = Usage("t", TenantConfig(tokens_per_min=6000), 0.0)
     use = usage.admit(0.0)
     use.charge(5000, 9000, lambda: (5000, 100), 0.0)
-    assert usage._tokens is not None
-    assert usage._tokens.level(0.0) == 6000 - 5000 - 256, "an answer of the usual length"
+    assert usage.view(0.0).tokens_left == 6000 - 5000 - 256, "an answer of the usual length"
     assert use.end(0.0) == (5000, 100)
-    assert usage._tokens.level(0.0) == 900
+    assert usage.view(0.0).tokens_left == 900
     assert usage.mean_output_tokens == pytest.approx(256 - 156 / 16)
     short = usage.admit(0.0)
     short.charge(2000, 10, lambda: (2000, 10), 0.0)

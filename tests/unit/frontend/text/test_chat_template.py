@@ -14,31 +14,21 @@ def render(source: str, messages=USER, arguments=None, **special: str) -> str:
     return ChatTemplate(source, special).render(messages, arguments)
 
 
-def test_blocks_leave_no_white_space_behind() -> None:
-    source = "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\nend"
-    assert render(source) == "hi <b>\nend"
-
-
-def test_special_tokens_and_arguments_are_variables() -> None:
-    source = "{{ bos_token }}{{ enable_thinking }}{{ add_generation_prompt }}{{ tools }}"
-    assert render(source, arguments={"enable_thinking": False}, bos_token="<s>") == "<s>FalseTrueNone"
-
-
-def test_arguments_cannot_replace_the_messages() -> None:
-    assert render("{{ messages[0].content }}", arguments={"messages": []}) == "hi <b>"
-
-
-def test_tojson_writes_text_as_it_is() -> None:
-    assert render("{{ messages | tojson }}", [{"role": "user", "content": "é<'"}]) == (
-        '[{"role": "user", "content": "é<\'"}]'
-    )
-
-
-def test_loop_controls_and_generation_marks_are_known() -> None:
-    source = (
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
-    )
-    assert render(source, USER * 2) == "hi <b>"
+@pytest.mark.parametrize(
+    ("source", "arguments", "said"),
+    [
+        ("{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\nend", None, "hi <b>\nend"),
+        ("{{ bos_token }}{{ enable_thinking }}{{ add_generation_prompt }}{{ tools }}", {"enable_thinking": False}, "<s>FalseTrueNone"),
+        ("{{ messages[0].content }}", {"messages": []}, "hi <b>"),
+        ("{{ messages | tojson }}{{ \"é'\" | tojson }}", None, '[{"role": "user", "content": "hi <b>"}]"é\'"'),
+        ("{% for m in messages * 2 %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}", None, "hi <b>"),
+    ],
+    ids=["white space", "variables", "arguments do not replace messages", "tojson", "loop controls and generation marks"],
+)  # fmt: skip
+def test_what_templates_of_the_hub_rely_on(
+    source: str, arguments: dict[str, object] | None, said: str
+) -> None:
+    assert render(source, arguments=arguments, bos_token="<s>") == said
 
 
 def test_strftime_now_formats_the_date() -> None:
@@ -68,26 +58,24 @@ def test_a_malformed_template_says_where() -> None:
         ChatTemplate("x\n{% if %}", {})
 
 
-def test_the_file_goes_before_the_configuration() -> None:
-    config = json.dumps({"chat_template": "config", "eos_token": {"content": "</s>"}}).encode()
-    loaded = ChatTemplate.load(config, b"file {{ eos_token }}")
-    assert loaded is not None
-    assert loaded.render(USER) == "file </s>"
-    loaded = ChatTemplate.load(config, None)
-    assert loaded is not None
-    assert loaded.render(USER) == "config"
+NAMED = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "chat"}]
 
 
-def test_of_named_templates_the_default_is_taken() -> None:
-    named = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "chat"}]
-    loaded = ChatTemplate.load(json.dumps({"chat_template": named}).encode(), None)
-    assert loaded is not None
-    assert loaded.render(USER) == "chat"
-
-
-def test_a_model_may_have_no_template() -> None:
-    assert ChatTemplate.load(None, None) is None
-    assert ChatTemplate.load(b"{}", None) is None
+@pytest.mark.parametrize(
+    ("config", "file", "said"),
+    [
+        ({"chat_template": "config", "eos_token": {"content": "</s>"}}, b"file {{ eos_token }}", "file </s>"),
+        ({"chat_template": "config"}, None, "config"),
+        ({"chat_template": NAMED}, None, "chat"),
+        ({}, None, None),
+        (None, None, None),
+    ],
+)
+def test_the_file_goes_before_the_configuration_and_the_default_before_other_names(
+    config: dict[str, object] | None, file: bytes | None, said: str | None
+) -> None:
+    loaded = ChatTemplate.load(None if config is None else json.dumps(config).encode(), file)
+    assert (None if loaded is None else loaded.render(USER)) == said
 
 
 def test_a_malformed_configuration_is_named() -> None:

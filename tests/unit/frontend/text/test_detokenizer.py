@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from penstock.frontend.text.detokenize import Detokenizer, _ByteTable, _PieceRule, _PieceTable
+from penstock.frontend.text.detokenize import Detokenizer
 from tests.support.tokenizer import tiny_tokenizer_json
 
 
@@ -88,14 +88,3 @@ def test_other_decoders_are_run_in_a_window(decoder: decoders.Decoder | None) ->
     text = "".join(stream.feed([token_id]) for token_id in token_ids) + stream.finish()
     assert text == tokenizer.decode(token_ids)
     assert detokenizer.token_bytes(2) == b"two"
-
-
-def test_ids_outside_the_vocabulary_are_not_kept() -> None:
-    table = _ByteTable(Tokenizer.from_buffer(tiny_tokenizer_json()).id_to_token)
-    size = len(table)
-    assert [table[token_id] for token_id in (-1, 99_999, 2**31 - 1)] == [b"", b"", b""]
-    assert len(table) == size
-    tokenizer, _ = pieces(LLAMA)
-    pieces_by_id = _PieceTable(tokenizer.id_to_token, _PieceRule((), True, "", "", 0))
-    assert [pieces_by_id[token_id] for token_id in (-1, 99_999, LO)] == [None, None, "lo"]
-    assert list(pieces_by_id) == [LO]

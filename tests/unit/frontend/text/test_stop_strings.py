@@ -1,5 +1,7 @@
 """Stop strings in streamed text."""
 
+import pytest
+
 from penstock.frontend.text.stops import StopFinder
 
 
@@ -15,26 +17,28 @@ def feed(stops: list[str], *texts: str) -> tuple[list[str], bool]:
     return given, False
 
 
-def test_text_goes_through_at_once() -> None:
-    assert feed(["END"], "hello ", "world") == (["hello ", "world", ""], False)
-
-
-def test_a_stop_string_across_borders_is_never_given_out() -> None:
-    assert feed(["END"], "one E", "N", "D two") == (["one ", "", ""], True)
-
-
-def test_a_beginning_that_comes_to_nothing_is_given_late() -> None:
-    assert feed(["END"], "one E", "N", "E") == (["one ", "", "EN", "E"], False)
-
-
-def test_the_end_of_the_output_releases_what_was_held() -> None:
-    assert feed(["END"], "xEN") == (["x", "EN"], False)
-
-
-def test_the_match_that_is_complete_first_wins() -> None:
-    assert feed(["abcd", "bc"], "xabc", "d") == (["xa"], True)
-    assert feed(["cde", "abcde"], "xabcde") == (["x"], True)
-
-
-def test_overlapping_beginnings_are_kept() -> None:
-    assert feed(["aab"], "aaa", "b") == (["a", ""], True)
+@pytest.mark.parametrize(
+    ("stops", "texts", "given", "stopped"),
+    [
+        (["END"], ["hello ", "world"], ["hello ", "world", ""], False),
+        (["END"], ["one E", "N", "D two"], ["one ", "", ""], True),
+        (["END"], ["one E", "N", "E"], ["one ", "", "EN", "E"], False),
+        (["END"], ["xEN"], ["x", "EN"], False),
+        (["abcd", "bc"], ["xabc", "d"], ["xa"], True),
+        (["cde", "abcde"], ["xabcde"], ["x"], True),
+        (["aab"], ["aaa", "b"], ["a", ""], True),
+    ],
+    ids=[
+        "none",
+        "across borders",
+        "a beginning that comes to nothing",
+        "the end releases what is held",
+        "complete first wins",
+        "longest of two",
+        "overlapping beginnings",
+    ],
+)
+def test_text_is_given_out_as_soon_as_no_stop_string_can_begin_in_it(
+    stops: list[str], texts: list[str], given: list[str], stopped: bool
+) -> None:
+    assert feed(stops, *texts) == (given, stopped)

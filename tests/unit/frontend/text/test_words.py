@@ -82,11 +82,6 @@ def test_words_have_the_tokens_of_the_whole_text(source: str | None) -> None:
         agree(tokens, tokenizer, text)
 
 
-def test_words_are_used_where_text_is_cut_into_words() -> None:
-    assert words_of(trained(None)).cuts_words
-    assert words_of(trained(GPT_OSS)).cuts_words
-
-
 def test_a_tokenizer_that_changes_or_joins_words_gets_the_whole_text() -> None:
     lower = trained(None)
     lower.normalizer = normalizers.Lowercase()
@@ -125,16 +120,6 @@ def test_new_words_are_cached_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> 
     long = "x" * 10_000
     agree(tokens, tokenizer, long)
     assert long not in tokens._words
-
-
-def test_a_text_of_many_new_words_is_tokenized_at_once() -> None:
-    tokenizer = trained(None)
-    tokens = words_of(tokenizer)
-    before = len(tokens._words)
-    agree(tokens, tokenizer, " ".join(f"{number:x}" for number in range(10_000, 12_000)))
-    assert (
-        len(tokens._words) - before <= 2 * words._NEW_WORDS_MAX
-    )  # encoded twice, with special tokens and without
 
 
 def test_threads_share_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,41 +3,14 @@
 import msgspec
 import pytest
 
-from penstock.core.types.instances import InstanceState, Role
+from penstock.core.types.instances import Role
 from penstock.core.types.scaling import Replica, ReplicaState
 from penstock.frontend.watch.alerts import alerts_of
 from penstock.frontend.watch.overview import Overview, Percentiles, Round, Target
-from penstock.router.workers.member import Condition, WorkerView
+from penstock.router.workers.member import Condition
+from tests.support import snapshots
 
-SOUND = WorkerView(
-    worker_id=1,
-    name="worker-1",
-    model="tiny",
-    role=Role.AGGREGATED,
-    state=InstanceState.READY,
-    condition=Condition.READY,
-    problem=None,
-    kv_transfer_problem=None,
-    address="",
-    host="",
-    rack="",
-    zone="",
-    region="",
-    pid=1,
-    connections=1,
-    open_requests=0,
-    load=None,
-    reserved_requests=0,
-    reserved_prefill_tokens=0,
-    reserved_blocks=0,
-    indexed_blocks=0,
-    predicted=False,
-    adapters=(),
-    event_sequence=None,
-    event_resyncs=0,
-    price_factor=None,
-    price_trusted=True,
-)
+SOUND = snapshots.view(1)
 TARGET = Target(ttft_s=1.0, itl_s=0.05, percentile=90)
 QUICK = Percentiles(count=9, mean=0.5, p50=0.5, p90=0.9, p99=2.0)
 LATE_FOR_SOME = Percentiles(count=9, mean=0.5, p50=0.5, p90=1.5, p99=2.0)

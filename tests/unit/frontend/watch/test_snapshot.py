@@ -5,12 +5,13 @@ import asyncio
 import msgspec
 
 from penstock.core.clock import wall_time_s
-from penstock.core.types.instances import InstanceState, Role
+from penstock.core.types.instances import Role
 from penstock.core.types.load import KvRead, KvTierCounts, LinkReport, WorkerLoad
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.watch.snapshot import ALERTS_MAX, WORKERS_MAX, take_snapshot
-from penstock.router.workers.member import Condition, WorkerView, _shown
+from penstock.router.workers.member import Condition
+from tests.support import snapshots
 from tests.support.dispatcher import ScriptedDispatcher
 
 LOAD = WorkerLoad(
@@ -32,35 +33,13 @@ LOAD = WorkerLoad(
 )
 
 
-def worker(number, condition=Condition.READY):
-    return WorkerView(
-        worker_id=number,
-        name=f"worker-{number:04}",
-        model="tiny",
-        role=Role.DECODE,
-        state=InstanceState.READY,
-        condition=condition,
-        problem=None,
-        kv_transfer_problem=None,
-        address=f"tcp://10.0.0.{number % 256}:7000",
-        host="a-host-with-quite-a-long-name.example.com",
-        rack="",
-        zone="",
-        region="",
-        pid=number,
-        connections=1,
-        open_requests=2,
-        load=_shown(LOAD),
-        reserved_requests=0,
-        reserved_prefill_tokens=0,
-        reserved_blocks=0,
-        indexed_blocks=0,
-        predicted=False,
-        adapters=(),
-        event_sequence=None,
-        event_resyncs=0,
-        price_factor=None,
-        price_trusted=True,
+def worker(number, condition=Condition.READY, load=LOAD):
+    where = {
+        "address": f"tcp://10.0.0.{number % 256}:7000",
+        "host": "a-host-with-quite-a-long-name.example.com",
+    }
+    return snapshots.view(
+        number, load, name=f"worker-{number:04}", role=Role.DECODE, condition=condition, **where
     )
 
 
@@ -104,7 +83,7 @@ def test_tiers_and_links_of_a_worker_are_shown():
 def test_a_link_shows_how_far_its_region_is_and_when_it_told_last():
     def row(**link):
         load = WorkerLoad(link=LinkReport(region="eu", frontends=2, healthy=1, **link))
-        (found,) = snapshot_of([msgspec.structs.replace(worker(1), load=_shown(load))]).workers
+        (found,) = snapshot_of([worker(1, load=load)]).workers
         return found.region
 
     told = row(round_trip_s=0.081, advertised_chunks=12, advertised_at_s=wall_time_s() - 5)
