@@ -25,7 +25,7 @@ WORKERS_MAX = 64
 
 
 @pytest.mark.parametrize("seed", [0])
-def test_mutated_messages_harm_nobody(seed, monkeypatch):
+async def test_mutated_messages_harm_nobody(seed, monkeypatch):
     monkeypatch.setattr(memory_connector, "_WAIT_S_MAX", 0.01)  # callers that wait for a change
     rng = random.Random(seed)
     messages = iter([mutated(rng) for _ in range(MESSAGES)])
@@ -41,23 +41,20 @@ def test_mutated_messages_harm_nobody(seed, monkeypatch):
             assert told.error is None or "failed at this request" not in told.error.message, (message, told)
             assert len(answer) < 1 << 16
 
-    async def main():
-        connector = MemoryConnector(
-            {Role.PREFILL: 2, Role.DECODE: 2},
-            workers_max=WORKERS_MAX,
-            changes=TimedChanges(starts_s=0.01, drains_s=0.01, flips_s=0.01),
-        )
-        stream = ObservationStream()
-        stream.put("frontend-1", RequestWindow(seconds=1.0, arrivals=3))
-        with tempfile.TemporaryDirectory() as directory:
-            me = Deployment(name="fuzz", url="http://127.0.0.1:1", pid=1)
-            async with ControlServer(connector, stream, Path(directory), me):
-                path = Path(directory, SOCKET_NAME)
-                await asyncio.gather(*(call(path) for _ in range(CALLERS)))
-                scale = await LocalConnector(path).scale()
-        assert 2 <= len(scale.replicas) <= WORKERS_MAX
-        assert any(each.role is Role.DECODE for each in scale.replicas)
-
-    asyncio.run(main())
+    connector = MemoryConnector(
+        {Role.PREFILL: 2, Role.DECODE: 2},
+        workers_max=WORKERS_MAX,
+        changes=TimedChanges(starts_s=0.01, drains_s=0.01, flips_s=0.01),
+    )
+    stream = ObservationStream()
+    stream.put("frontend-1", RequestWindow(seconds=1.0, arrivals=3))
+    with tempfile.TemporaryDirectory() as directory:
+        me = Deployment(name="fuzz", url="http://127.0.0.1:1", pid=1)
+        async with ControlServer(connector, stream, Path(directory), me):
+            path = Path(directory, SOCKET_NAME)
+            await asyncio.gather(*(call(path) for _ in range(CALLERS)))
+            scale = await LocalConnector(path).scale()
+    assert 2 <= len(scale.replicas) <= WORKERS_MAX
+    assert any(each.role is Role.DECODE for each in scale.replicas)
     assert answered == MESSAGES
     assert refused > MESSAGES / 2, "most are no requests"

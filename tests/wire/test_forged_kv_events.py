@@ -91,8 +91,11 @@ def forged_number(rng: random.Random, number: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_replay", [False, True], ids=["no replay", "replay"])
-def test_forged_events_leave_the_subscriber_sound(tmp_path: Path, *, has_replay: bool) -> None:
+@pytest.mark.within(240)
+@pytest.mark.parametrize(
+    "has_replay", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["replay", "no replay"]
+)
+async def test_forged_events_leave_the_subscriber_sound(tmp_path: Path, *, has_replay: bool) -> None:
     rng = random.Random(18)
     address = endpoints("ipc", tmp_path)
     if not has_replay:
@@ -113,30 +116,23 @@ def test_forged_events_leave_the_subscriber_sound(tmp_path: Path, *, has_replay:
                 await asyncio.sleep(0.002)
                 subscriber._reader.check()
 
-    async def scenario() -> None:
-        held = Held(address)
-        subscriber = held.subscriber
-        async with (
-            asyncio.timeout(120),
-            publishing(address, keep=16) as publisher,
-            asyncio.TaskGroup() as tasks,
-        ):
-            following = tasks.create_task(subscriber.run())
-            while not subscriber.batches:
-                await publisher.send({"type": "AllBlocksCleared"})
-                await asyncio.sleep(0.01)
-            await forge(publisher, subscriber)
-            assert subscriber.batches > MESSAGES // 4
-            assert subscriber.omissions[Omission.MALFORMED] > MESSAGES // 10
-            sound = MAP | {"extra_keys": None, "block_hashes": [21, 22]}
-            while subscriber.num_blocks != 2 or len(held.blocks) != 2:
-                await publisher.send({"type": "AllBlocksCleared"}, sound, sound)
-                await asyncio.sleep(0.02)
-            subscriber._reader.check()
-            assert not following.done()
-            following.cancel()
-
-    asyncio.run(scenario())
+    held = Held(address)
+    subscriber = held.subscriber
+    async with publishing(address, keep=16) as publisher, asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(subscriber.run())
+        while not subscriber.batches:
+            await publisher.send({"type": "AllBlocksCleared"})
+            await asyncio.sleep(0.01)
+        await forge(publisher, subscriber)
+        assert subscriber.batches > MESSAGES // 4
+        assert subscriber.omissions[Omission.MALFORMED] > MESSAGES // 10
+        sound = MAP | {"extra_keys": None, "block_hashes": [21, 22]}
+        while subscriber.num_blocks != 2 or len(held.blocks) != 2:
+            await publisher.send({"type": "AllBlocksCleared"}, sound, sound)
+            await asyncio.sleep(0.02)
+        subscriber._reader.check()
+        assert not following.done()
+        following.cancel()
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
@@ -170,7 +166,7 @@ NO_PUBLISHERS: dict[str, Callable[[socket.socket], None]] = {
 
 
 @pytest.mark.parametrize("name", NO_PUBLISHERS)
-def test_a_publisher_is_followed_after_a_server_that_is_none(tmp_path: Path, name: str) -> None:
+async def test_a_publisher_is_followed_after_a_server_that_is_none(tmp_path: Path, name: str) -> None:
     """libzmq ended the whole process where a connection was lost while messages waited."""
     address = PublisherAddress(endpoint=endpoints("tcp", tmp_path).endpoint)
     stopping = threading.Event()
@@ -184,43 +180,36 @@ def test_a_publisher_is_followed_after_a_server_that_is_none(tmp_path: Path, nam
                     connection.settimeout(0.2)
                     NO_PUBLISHERS[name](connection)
 
-    async def scenario() -> None:
-        held = Held(address)
-        following = asyncio.ensure_future(held.subscriber.run())
-        port = int(address.endpoint.rpartition(":")[2])
-        with socket.create_server(("127.0.0.1", port)) as listener:
-            answering = asyncio.to_thread(answer, listener)
-            asyncio.get_running_loop().call_later(0.8, stopping.set)
-            await answering
-        async with asyncio.timeout(60), publishing(address) as publisher:
-            for _ in range(2):
-                while len(held.blocks) != 2:
-                    await publisher.send({"type": "AllBlocksCleared"}, MAP | {"extra_keys": None})
-                    await asyncio.sleep(0.02)
-                held.blocks.clear()
-        assert not following.done()
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-
-    asyncio.run(scenario())
-
-
-def test_publishers_that_end_with_messages_on_their_way_are_followed_again(tmp_path: Path) -> None:
-    address = PublisherAddress(endpoint=endpoints("tcp", tmp_path).endpoint)
-
-    async def scenario() -> None:
-        held = Held(address)
-        following = asyncio.ensure_future(held.subscriber.run())
-        for _ in range(6):
+    held = Held(address)
+    following = asyncio.ensure_future(held.subscriber.run())
+    port = int(address.endpoint.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        answering = asyncio.to_thread(answer, listener)
+        asyncio.get_running_loop().call_later(0.8, stopping.set)
+        await answering
+    async with publishing(address) as publisher:
+        for _ in range(2):
+            while len(held.blocks) != 2:
+                await publisher.send({"type": "AllBlocksCleared"}, MAP | {"extra_keys": None})
+                await asyncio.sleep(0.02)
             held.blocks.clear()
-            async with asyncio.timeout(60), publishing(address) as publisher:
-                while len(held.blocks) != 2:
-                    await publisher.send({"type": "AllBlocksCleared"}, MAP | {"extra_keys": None})
-                    await asyncio.sleep(0.02)
-                for _ in range(500):
-                    await publisher.send(MAP | {"extra_keys": None})
-        assert not following.done()
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+    assert not following.done()
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
 
-    asyncio.run(scenario())
+
+async def test_publishers_that_end_with_messages_on_their_way_are_followed_again(tmp_path: Path) -> None:
+    address = PublisherAddress(endpoint=endpoints("tcp", tmp_path).endpoint)
+    held = Held(address)
+    following = asyncio.ensure_future(held.subscriber.run())
+    for _ in range(6):
+        held.blocks.clear()
+        async with publishing(address) as publisher:
+            while len(held.blocks) != 2:
+                await publisher.send({"type": "AllBlocksCleared"}, MAP | {"extra_keys": None})
+                await asyncio.sleep(0.02)
+            for _ in range(500):
+                await publisher.send(MAP | {"extra_keys": None})
+    assert not following.done()
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)

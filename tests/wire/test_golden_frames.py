@@ -38,15 +38,7 @@ from penstock.core.types.instances import (
     Role,
     WatchSynced,
 )
-from penstock.core.types.kv.actions import (
-    KvEvict,
-    KvFlush,
-    KvHeld,
-    KvList,
-    KvPin,
-    KvReport,
-    KvUnpin,
-)
+from penstock.core.types.kv.actions import KvEvict, KvFlush, KvHeld, KvList, KvPin, KvReport, KvUnpin
 from penstock.core.types.kv.exchange import KvAccess, KvExchange, KvPeer
 from penstock.core.types.kv.layout import KvLayout
 from penstock.core.types.load import KvRead, KvTierCounts, PeerCount, SessionCounts, TenantCount, WorkerLoad
@@ -108,14 +100,7 @@ INSTANCE = Instance(
     exchange=KvExchange(transports=("shm", "tcp"), listens=("unix",), host=b"host"),
 )
 SOURCE = KvAccess(agent=b"PTA", layout=b"L", regions=((1, 2), (3,)))
-HANDLE = KvHandle(
-    prefill_worker=7,
-    pin_id=3,
-    ttl_s=2.5,
-    num_tokens=32,
-    block_ids=b"\1\0\0\0",
-    source=SOURCE,
-)
+HANDLE = KvHandle(prefill_worker=7, pin_id=3, ttl_s=2.5, num_tokens=32, block_ids=b"\1\0\0\0", source=SOURCE)
 REQUEST = Request(
     request_id="r-0",
     model="m",
@@ -185,11 +170,7 @@ LOAD = WorkerLoad(
 STORED = BlockStored(block_hashes=pack_hashes([1, 2]), parent_block_hash=9, block_size=16, tier=Tier.HOST)
 BATCH = EventBatch(
     sequence=5,
-    events=(
-        STORED,
-        BlockRemoved(block_hashes=pack_hashes([2]), tier=Tier.DISK),
-        AllBlocksCleared(),
-    ),
+    events=(STORED, BlockRemoved(block_hashes=pack_hashes([2]), tier=Tier.DISK), AllBlocksCleared()),
 )
 MEDIA = MediaPrompt(
     token_ids=pack_tokens([1, 9]),

@@ -159,20 +159,16 @@ def test_whatever_metadata_says_of_a_region_only_errors_of_this_library_come_of_
     asyncio.run(scenario())
 
 
-def test_what_was_given_can_be_written_and_read():
+async def test_what_was_given_can_be_written_and_read():
     """So that the tests above are about more than refusals."""
-
-    async def scenario():
-        owner = TcpOwner()
-        reading, writing = (
-            PackedRanges.pack(Descriptors.of(1, [0, 4000], 96), {1: owner.keys[op]}) for op in TransferOp
-        )
-        payload = bytes(range(192))
-        owner.feed(encode_frame(Put(exchange=1, ranges=writing, payload=payload)))
-        owner.feed(encode_frame(Get(exchange=2, ranges=reading)))
-        assert owner.answers == [Done(exchange=1), Done(exchange=2, payload=payload)]
-
-    asyncio.run(scenario())
+    owner = TcpOwner()
+    reading, writing = (
+        PackedRanges.pack(Descriptors.of(1, [0, 4000], 96), {1: owner.keys[op]}) for op in TransferOp
+    )
+    payload = bytes(range(192))
+    owner.feed(encode_frame(Put(exchange=1, ranges=writing, payload=payload)))
+    owner.feed(encode_frame(Get(exchange=2, ranges=reading)))
+    assert owner.answers == [Done(exchange=1), Done(exchange=2, payload=payload)]
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ import pytest
 from penstock.core.descriptors import Granted, TransferOp
 from penstock.core.errors import PeerLost, ProtocolError, TransferError, TransferRefused
 from penstock.core.wire import encode
-from penstock.testing.loop import run_async
 from penstock.transfer import Access, TransferAgent, TransferConfig
 from penstock.transfer.link import grants
 from penstock.transfer.link.grants import GRANTS, Grant, GrantRequest, request_over
 from penstock.transfer.transports.quiet import QuietTransport
+from tests.support.until import until
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 
@@ -65,7 +65,7 @@ class Giving(QuietTransport):
 
 
 @contextlib.asynccontextmanager
-async def two_agents(listen: str):
+async def two_agents(listen: str = "unix"):
     config = TransferConfig(listen=(listen,), connect_timeout_s=1.0, heartbeat_timeout_s=0.5)
     giving = Giving()
     async with (
@@ -77,17 +77,9 @@ async def two_agents(listen: str):
         yield owner, giving, given, peer.link
 
 
-def run_scenario(scenario, listen: str = "unix") -> None:
-    async def main() -> None:
-        async with two_agents(listen) as parts:
-            await scenario(*parts)
-
-    run_async(main())
-
-
-@pytest.mark.parametrize("listen", ["memory", "unix", "tcp://127.0.0.1:0"])
-def test_who_shows_a_key_gets_the_transports_answer_and_is_known_to_have_it(listen):
-    async def scenario(owner, giving, given, link):
+@pytest.mark.parametrize("listen", ["memory", "unix"])
+async def test_who_shows_a_key_gets_the_transports_answer_and_is_known_to_have_it(listen):
+    async with two_agents(listen) as (owner, giving, given, link):
         keys = {READ: {given.region_id: given.read_key}}
         answer = await link.request("giving", keys, b"payload")
         assert (answer.payload, answer.descriptor) == (b"answer", None)
@@ -97,12 +89,9 @@ def test_who_shows_a_key_gets_the_transports_answer_and_is_known_to_have_it(list
         await owner.deregister(given)
         assert not owner.grants.to(theirs)
 
-    run_scenario(scenario, listen)
 
-
-@pytest.mark.parametrize("listen", ["memory", "unix"])
-def test_a_wrong_key_a_wrong_direction_and_a_transport_that_is_none_are_refused(listen):
-    async def scenario(owner, giving, given, link):
+async def test_a_wrong_key_a_wrong_direction_and_a_transport_that_is_none_are_refused():
+    async with two_agents() as (owner, giving, given, link):
         key = given.region_id, given.read_key
         for keys in (
             {READ: {given.region_id: b"x" * 8}},
@@ -119,11 +108,9 @@ def test_a_wrong_key_a_wrong_direction_and_a_transport_that_is_none_are_refused(
         assert not owner.grants.to(owner._connections.link_to("reader"))
         assert sum(owner.counters.refused.values()) == 5
 
-    run_scenario(scenario, listen)
 
-
-def test_a_descriptor_comes_with_its_answer_and_the_owner_keeps_none():
-    async def scenario(_, giving, given, link):
+async def test_a_descriptor_comes_with_its_answer_and_the_owner_keeps_none():
+    async with two_agents() as (_, giving, given, link):
         keys = {READ: {given.region_id: given.read_key}}
         before = descriptors()
         for _ in range(3):
@@ -134,34 +121,27 @@ def test_a_descriptor_comes_with_its_answer_and_the_owner_keeps_none():
             assert os.read(answer.descriptor, 1) == b"x"
             os.close(write)
             answer.close()
-        await asyncio.sleep(0.01)
-        assert descriptors() == before
-
-    run_scenario(scenario)
+        await until(lambda: descriptors() == before)
 
 
-def test_over_tcp_no_descriptor_can_be_sent():
-    async def scenario(_, giving, given, link):
+async def test_over_tcp_no_descriptor_can_be_sent():
+    async with two_agents("tcp://127.0.0.1:0") as (_, giving, given, link):
         before = descriptors()
         read, write = os.pipe()
         giving.answers = Granted(b"", read)
         with pytest.raises(TransferError, match="did not come together"):
             await link.request("giving", {READ: {given.region_id: given.read_key}})
         os.close(write)
-        await asyncio.sleep(0.01)
-        assert descriptors() == before
-
-    run_scenario(scenario, "tcp://127.0.0.1:0")
+        await until(lambda: descriptors() == before)
 
 
-def test_a_region_that_goes_while_a_request_is_answered_is_not_exposed():
-    async def scenario(owner, giving, given, link):
+async def test_a_region_that_goes_while_a_request_is_answered_is_not_exposed():
+    async with two_agents() as (owner, giving, given, link):
         giving.goes_on.clear()
         read, write = os.pipe()
         giving.answers = Granted(b"", read)
         asking = asyncio.ensure_future(link.request("giving", {READ: {given.region_id: given.read_key}}))
-        while not giving.asked:  # noqa: ASYNC110 - it happens at the other agent
-            await asyncio.sleep(0.001)
+        await until(lambda: giving.asked)
         await owner.deregister(given)
         giving.goes_on.set()
         with pytest.raises(TransferRefused, match="not registered"):
@@ -171,45 +151,37 @@ def test_a_region_that_goes_while_a_request_is_answered_is_not_exposed():
             os.fstat(read)
         os.close(write)
 
-    run_scenario(scenario)
 
-
-def test_more_requests_than_may_be_are_refused_at_once(monkeypatch):
-    async def scenario(owner, giving, given, link):
+async def test_more_requests_than_may_be_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr(grants, "_REQUESTS_MAX", 2)
+    monkeypatch.setattr("penstock.transfer.link.links._LINK_ENDS_S", 0.01)
+    async with two_agents() as (owner, giving, given, link):
         giving.goes_on.clear()
         keys = {READ: {given.region_id: given.read_key}}
         asking = [asyncio.ensure_future(link.request("giving", keys)) for _ in range(2)]
-        while len(giving.asked) < 2:  # noqa: ASYNC110 - it happens at the other agent
-            await asyncio.sleep(0.001)
+        await until(lambda: len(giving.asked) == 2)
         with pytest.raises(PeerLost):
             await link.request("giving", keys)
         assert "requests for memory at once" in owner.refusals[-1].message
         giving.goes_on.set()
         assert [answer.payload for answer in await asyncio.gather(*asking)] == [b"answer"] * 2
 
-    monkeypatch.setattr(grants, "_REQUESTS_MAX", 2)
-    monkeypatch.setattr("penstock.transfer.link.links._LINK_ENDS_S", 0.01)
-    run_scenario(scenario)
-
 
 @pytest.mark.parametrize(
     "data", [b"\xff" * 4, framed(b"\xc1"), framed(b"\x80"), framed(encode({"transport": 1}))]
 )
-def test_a_request_that_is_none_is_refused_and_the_link_lives_on(data):
-    async def scenario(owner, _, given, link):
+async def test_a_request_that_is_none_is_refused_and_the_link_lives_on(data):
+    async with two_agents() as (owner, _, given, link):
         connection = await link.open_stream(GRANTS)
         with connection:
             connection.send(data)
-            await asyncio.sleep(0.01)
-            assert connection.recv(100) == b""
+            assert await asyncio.get_running_loop().sock_recv(connection, 100) == b""
         assert owner.counters.refused == {"protocol_error": 1}
         assert (await link.request("giving", {READ: {given.region_id: given.read_key}})).payload == b"answer"
 
-    run_scenario(scenario)
 
-
-def test_descriptors_that_a_peer_sends_along_are_closed():
-    async def scenario(_, __, given, link):
+async def test_descriptors_that_a_peer_sends_along_are_closed():
+    async with two_agents() as (_, __, given, link):
         before = descriptors()
         request = GrantRequest(transport="giving", keys={READ: {given.region_id: given.read_key}})
         connection = await link.open_stream(GRANTS)
@@ -217,21 +189,15 @@ def test_descriptors_that_a_peer_sends_along_are_closed():
             for byte in framed(encode(request)):  # in pieces
                 socket.send_fds(connection, [bytes([byte])], [0])
                 await asyncio.sleep(0)
-            await asyncio.sleep(0.02)
-            assert connection.recv(1000)
-        assert descriptors() == before
-
-    run_scenario(scenario)
+            assert await asyncio.get_running_loop().sock_recv(connection, 1000)
+        await until(lambda: descriptors() == before)
 
 
-def test_who_sends_no_request_is_given_up():
-    async def scenario(_, __, ___, link):
+async def test_who_sends_no_request_is_given_up():
+    async with two_agents() as (_, __, ___, link):
         connection = await link.open_stream(GRANTS)
         with connection:
-            await asyncio.sleep(1.2)
-            assert connection.recv(1) == b""
-
-    run_scenario(scenario)
+            assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
 
 
 @pytest.mark.parametrize(
@@ -245,37 +211,31 @@ def test_who_sends_no_request_is_given_up():
         (b"", False, EOFError),
     ],
 )
-def test_an_answer_that_is_none_leaves_no_descriptor(data, sends_fd, error):
-    async def main() -> None:
-        before = descriptors()
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with ours, theirs:
-            if sends_fd:
-                socket.send_fds(theirs, [data], [0])
-            else:
-                theirs.send(data)
-            theirs.shutdown(socket.SHUT_WR)
-            with pytest.raises(error):
-                await request_over(ours, GrantRequest(transport="x"))
-        assert descriptors() == before
-
-    run_async(main())
+async def test_an_answer_that_is_none_leaves_no_descriptor(data, sends_fd, error):
+    before = descriptors()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, theirs:
+        if sends_fd:
+            socket.send_fds(theirs, [data], [0])
+        else:
+            theirs.send(data)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(error):
+            await request_over(ours, GrantRequest(transport="x"))
+    assert descriptors() == before
 
 
-def test_a_cancelled_request_leaves_no_descriptor():
-    async def main() -> None:
-        before = descriptors()
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with ours, theirs:
-            asking = asyncio.ensure_future(request_over(ours, GrantRequest(transport="x")))
-            await asyncio.sleep(0.01)
-            socket.send_fds(theirs, [framed(encode(Grant(has_descriptor=True)))[:5]], [0])
-            await asyncio.sleep(0.01)
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-        assert descriptors() == before
-
-    run_async(main())
+async def test_a_cancelled_request_leaves_no_descriptor():
+    before = descriptors()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, theirs:
+        asking = asyncio.ensure_future(request_over(ours, GrantRequest(transport="x")))
+        await asyncio.sleep(0.01)
+        socket.send_fds(theirs, [framed(encode(Grant(has_descriptor=True)))[:5]], [0])
+        await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    assert descriptors() == before

@@ -1,7 +1,6 @@
 """What peers may say about shared memory: lies, garbage, old answers; and what is left of a mapping afterwards."""
 
 import asyncio
-import contextlib
 import gc
 import mmap
 import os
@@ -17,7 +16,6 @@ import pytest
 from penstock.core.descriptors import Granted, Region, TransferOp
 from penstock.core.errors import PeerLost, TransferRefused
 from penstock.core.wire import encode
-from penstock.testing.loop import run_async
 from penstock.testing.transports.harness import Bytes, TwoAgents
 from penstock.transfer import (
     Access,
@@ -33,6 +31,7 @@ from penstock.transfer.transports.shm import transport as shm
 from penstock.transfer.transports.shm.channel import MappedArena, ShmRegion
 from penstock.transfer.transports.shm.other_process import is_ending, why_untraceable
 from penstock.transfer.transports.shm.transport import ShmTransport
+from tests.support.until import until
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 SIZE = 1 << 16
@@ -56,14 +55,6 @@ class Arenas(TwoAgents):
         await self.agent.post(op, self.local.ranges(), self.remote.ranges(), self.peer).wait()
 
 
-def run_scenario(scenario, *arguments) -> None:
-    async def main() -> None:
-        async with Arenas(*arguments) as two:
-            await scenario(two)
-
-    run_async(main())
-
-
 FDS_OF_AN_ARENA = 2  # its own, and one that mmap keeps
 
 
@@ -79,8 +70,8 @@ def descriptors() -> int:
 
 
 class TestMappings:
-    def test_an_arena_is_mapped_once_and_let_go_with_its_last_region(self):
-        async def scenario(two: Arenas) -> None:
+    async def test_an_arena_is_mapped_once_and_let_go_with_its_last_region(self):
+        async with Arenas() as two:
             with Arena.create(4 * SIZE) as arena:
                 parts = [two.owner.register(arena.array[at : at + SIZE], f"part{at}") for at in (0, SIZE)]
                 peer = await two.agent.connect(two.owner.metadata(parts))
@@ -92,16 +83,12 @@ class TestMappings:
                         await two.agent.post(op, two.local.ranges(0, 8), remote.ranges(8, 8), peer).wait()
                 assert (mappings(), descriptors()) == (before[0] + 1, before[1] + FDS_OF_AN_ARENA)
                 await two.owner.deregister(parts[0])
-                await asyncio.sleep(0.01)
                 assert mappings() == before[0] + 1
                 await two.owner.deregister(parts[1])
-                await asyncio.sleep(0.01)
-                assert (mappings(), descriptors()) == before, "all let go"
+                await until(lambda: (mappings(), descriptors()) == before)
 
-        run_scenario(scenario)
-
-    def test_a_prepared_list_does_not_keep_a_mapping(self):
-        async def scenario(two: Arenas) -> None:
+    async def test_a_prepared_list_does_not_keep_a_mapping(self):
+        async with Arenas() as two:
             prepared = two.agent.prepare(two.local.ranges(), two.remote.ranges(), two.peer)
             await prepared.post(READ).wait()
             before = mappings()
@@ -110,23 +97,16 @@ class TestMappings:
             with pytest.raises(PeerLost):
                 await prepared.post(READ).wait()
 
-        run_scenario(scenario)
+    async def test_nothing_is_left_of_agents_that_have_closed(self):
+        before = mappings(), descriptors()
+        async with Arenas() as two:
+            await two.move()
+            await two.move(WRITE)
+        del two
+        await until(lambda: mappings() == before[0] and descriptors() <= before[1])
 
-    def test_nothing_is_left_of_agents_that_have_closed(self):
-        async def main() -> None:
-            async with Arenas() as two:
-                await two.move()
-                await two.move(WRITE)
-            await asyncio.sleep(0.01)
-
-        before = mappings()
-        open_before = descriptors()
-        run_async(main())
-        assert mappings() == before
-        assert descriptors() <= open_before
-
-    def test_memory_that_others_may_only_read_is_mapped_so(self):
-        async def scenario(two: Arenas) -> None:
+    async def test_memory_that_others_may_only_read_is_mapped_so(self):
+        async with Arenas() as two:
             with Arena.create(SIZE) as arena:
                 arena.array[:] = 5
                 before = mappings("r--s")
@@ -141,10 +121,8 @@ class TestMappings:
                     two.agent.post(WRITE, *ranges, peer)
                 assert mappings("r--s") == before + 1
 
-        run_scenario(scenario)
-
-    def test_what_was_given_to_read_cannot_be_mapped_for_writing_by_any_means(self):
-        async def scenario(two: Arenas) -> None:
+    async def test_what_was_given_to_read_cannot_be_mapped_for_writing_by_any_means(self):
+        async with Arenas() as two:
             with Arena.create(SIZE) as arena:
                 given = two.owner.register(arena, "given", access=Access.READ)
                 peer = await two.agent.connect(two.owner.metadata([given]))
@@ -160,10 +138,8 @@ class TestMappings:
                 arena.array[0] = 9
                 assert theirs.array[0] == 9, "its owner goes on writing"
 
-        run_scenario(scenario)
-
-    def test_what_was_given_to_write_is_not_mapped_since_it_could_be_read(self):
-        async def scenario(two: Arenas) -> None:
+    async def test_what_was_given_to_write_is_not_mapped_since_it_could_be_read(self):
+        async with Arenas() as two:
             with Arena.create(SIZE) as arena:
                 given = two.owner.register(arena, "given", access=Access.WRITE)
                 peer = await two.agent.connect(two.owner.metadata([given]))
@@ -172,10 +148,8 @@ class TestMappings:
                 assert (arena.array == 4).all()
                 assert not peer.routes["shm"].channel._arenas
 
-        run_scenario(scenario)
-
-    def test_more_access_that_is_given_later_is_used(self):
-        async def scenario(two: Arenas) -> None:
+    async def test_more_access_that_is_given_later_is_used(self):
+        async with Arenas() as two:
             with Arena.create(SIZE) as arena:
                 given = two.owner.register(arena, "given")
                 peer = await two.agent.connect(two.owner.metadata([given], access=Access.READ))
@@ -187,10 +161,8 @@ class TestMappings:
                 assert (arena.array == 4).all()
                 await two.agent.post(READ, *ranges, peer).wait()
 
-        run_scenario(scenario)
-
-    def test_arenas_and_private_memory_in_one_list(self):
-        async def scenario(two: Arenas) -> None:
+    async def test_arenas_and_private_memory_in_one_list(self):
+        async with Arenas() as two:
             private = np.arange(SIZE, dtype=np.uint8)
             given = two.owner.register(private, "private")
             peer = await two.agent.connect(two.owner.metadata([given]))
@@ -207,13 +179,11 @@ class TestMappings:
             expected = np.concatenate([private[:100], private[200:300], np.full(100, 3), private[900:907]])
             assert np.array_equal(two.read_local()[:307], expected)
 
-        run_scenario(scenario)
-
 
 class TestLyingOwners:
     @pytest.mark.parametrize("place", [{"offset": SIZE}, {"offset": -8}, {"offset": 2**62}, {"offset": 1}])
-    def test_a_region_that_is_not_within_its_arena(self, place):
-        async def scenario(two: Arenas) -> None:
+    async def test_a_region_that_is_not_within_its_arena(self, place):
+        async with Arenas() as two:
             lie = encode(ShmRegion(address=0, **place))
             info = msgspec.structs.replace(two.remote.info, transport_info={"shm": lie})
             two.peer.infos[two.remote.region_id] = info
@@ -223,10 +193,8 @@ class TestLyingOwners:
                     await two.move(op)
             assert mappings() == before
 
-        run_scenario(scenario)
-
-    def test_a_region_that_becomes_longer(self):
-        async def scenario(two: Arenas) -> None:
+    async def test_a_region_that_becomes_longer(self):
+        async with Arenas() as two:
             await two.move()
             longer = msgspec.structs.replace(two.remote.info, size_bytes=SIZE + 4096)
             two.peer.infos[two.remote.region_id] = longer
@@ -235,20 +203,16 @@ class TestLyingOwners:
                 with pytest.raises(TransferRefused, match="outside of its arena"):
                     await two.agent.post(op, two.local.ranges(0, 8), behind, two.peer).wait()
 
-        run_scenario(scenario)
-
     @pytest.mark.parametrize("lie", [b"", b"\xc1", b"\x80", encode(MappedArena(size_bytes=1))])
-    def test_a_way_that_is_none(self, lie):
-        async def scenario(two: Arenas) -> None:
+    async def test_a_way_that_is_none(self, lie):
+        async with Arenas() as two:
             info = msgspec.structs.replace(two.remote.info, transport_info={"shm": lie})
             two.peer.infos[two.remote.region_id] = info
             with pytest.raises(TransferRefused, match="did not register"):
                 await two.move()
 
-        run_scenario(scenario)
-
-    def test_an_arena_that_could_shrink(self, monkeypatch):
-        async def scenario(two: Arenas) -> None:
+    async def test_an_arena_that_could_shrink(self, monkeypatch):
+        async with Arenas() as two:
             fd = os.memfd_create("loose")
             os.ftruncate(fd, SIZE)
             monkeypatch.setattr(Arena, "open", lambda *_, **__: os.dup(fd))
@@ -258,11 +222,9 @@ class TestLyingOwners:
             assert mappings() == before
             os.close(fd)
 
-        run_scenario(scenario)
-
     @pytest.mark.parametrize("payload", [b"", b"\xc1", encode(MappedArena(size_bytes=2 * SIZE))])
-    def test_an_arena_that_is_described_wrongly(self, payload):
-        async def scenario(two: Arenas) -> None:
+    async def test_an_arena_that_is_described_wrongly(self, payload):
+        async with Arenas() as two:
             (transport,) = two.owner._transports.values()
             grant = transport.grant
 
@@ -275,10 +237,10 @@ class TestLyingOwners:
                 await two.move()
             assert mappings() == before
 
-        run_scenario(scenario)
+    async def test_a_request_that_the_owner_does_not_answer_is_not_waited_for_long(self, monkeypatch):
+        monkeypatch.setattr("penstock.transfer.link.links._LINK_ENDS_S", 0.01)
+        async with Arenas() as two:
 
-    def test_a_request_that_the_owner_does_not_answer_is_not_waited_for_long(self, monkeypatch):
-        async def scenario(two: Arenas) -> None:
             async def close(_: object, connection: socket.socket) -> None:
                 connection.close()
 
@@ -286,21 +248,16 @@ class TestLyingOwners:
             with pytest.raises(PeerLost, match=r"agent owner is gone .*; connect again"):
                 await two.move()
 
-        monkeypatch.setattr("penstock.transfer.link.links._LINK_ENDS_S", 0.01)
-        run_scenario(scenario)
-
-    def test_messages_that_are_none_end_the_link(self):
-        async def scenario(two: Arenas) -> None:
+    async def test_messages_that_are_none_end_the_link(self):
+        async with Arenas() as two:
             two.owner._connections.link_to("reader").send("shm", b"\xc1")
-            await asyncio.sleep(0.01)
+            await until(lambda: two.peer.link.error is not None)
             with pytest.raises(PeerLost, match="transport shm"):
                 await two.move()
 
-        run_scenario(scenario)
 
-
-def test_a_cancelled_request_leaves_no_descriptor():
-    async def scenario(two: Arenas) -> None:
+async def test_a_cancelled_request_leaves_no_descriptor():
+    async with Arenas() as two:
         handle = two.agent.post(READ, two.local.ranges(), two.remote.ranges(), two.peer)
         await asyncio.sleep(0)  # it asks
         handle.cancel()
@@ -310,34 +267,26 @@ def test_a_cancelled_request_leaves_no_descriptor():
         await two.move(WRITE)
         assert descriptors() == before + FDS_OF_AN_ARENA, "and not the cancelled answer's"
 
-    run_scenario(scenario)
-
 
 class TestPrivateMemory:
-    def test_it_is_refused_where_the_kernel_refuses(self, monkeypatch):
+    async def test_it_is_refused_where_the_kernel_refuses(self, monkeypatch):
         def refuse(*_):
             return "the kernel refuses"
 
-        async def main() -> None:
-            monkeypatch.setattr(shm, "why_untraceable", refuse)
-            async with Arenas() as two:
-                await two.move()
-                hidden = two.owner.register(np.zeros(100, np.uint8), "hidden")
-                peer = await two.agent.connect(two.owner.metadata([hidden]))
-                with pytest.raises(TransferRefused, match="private, and the kernel refuses; give an Arena"):
-                    two.agent.post(READ, two.local.ranges(0, 8), peer.region("hidden").ranges(0, 8), peer)
+        monkeypatch.setattr(shm, "why_untraceable", refuse)
+        async with Arenas() as two:
+            await two.move()
+            hidden = two.owner.register(np.zeros(100, np.uint8), "hidden")
+            peer = await two.agent.connect(two.owner.metadata([hidden]))
+            with pytest.raises(TransferRefused, match="private, and the kernel refuses; give an Arena"):
+                two.agent.post(READ, two.local.ranges(0, 8), peer.region("hidden").ranges(0, 8), peer)
 
-        run_async(main())
+    async def test_a_link_over_tcp_does_not_say_whose_memory_it_is(self):
+        with pytest.raises(TransferRefused, match="over TCP the kernel does not say which process it is"):
+            await Arenas("tcp://127.0.0.1:0").__aenter__()
 
-    def test_a_link_over_tcp_does_not_say_whose_memory_it_is(self):
-        async def main() -> None:
-            with pytest.raises(TransferRefused, match="over TCP the kernel does not say which process it is"):
-                await Arenas("tcp://127.0.0.1:0").__aenter__()
-
-        run_async(main())
-
-    def test_memory_that_went_although_it_was_registered(self):
-        async def scenario(two: Arenas) -> None:
+    async def test_memory_that_went_although_it_was_registered(self):
+        async with Arenas() as two:
             gone = Region(MemoryKind.DRAM, 100, "gone", 4096)
             given = two.owner.register(gone)
             peer = await two.agent.connect(two.owner.metadata([given]))
@@ -345,8 +294,6 @@ class TestPrivateMemory:
                 await two.agent.post(
                     READ, two.local.ranges(0, 8), peer.region("gone").ranges(0, 8), peer
                 ).wait()
-
-        run_scenario(scenario)
 
     def test_the_nonce_tells_who_a_process_is(self):
         nonce = np.frombuffer(b"0123456789abcdef", np.uint8)
@@ -356,22 +303,9 @@ class TestPrivateMemory:
 
 
 class TestEnds:
-    def test_a_process_that_is_ending_ends_copies_before_its_link(self, monkeypatch):
-        async def scenario(two: Arenas) -> None:
-            await two.move()
-            monkeypatch.setattr("penstock.transfer.transports.shm.channel.is_ending", lambda _: True)
-            with contextlib.suppress(PeerLost):
-                await two.move()  # it begins to look
-            await asyncio.sleep(0.02)
-            for op in (READ, WRITE):
-                with pytest.raises(PeerLost, match="is ending"):
-                    await two.move(op)
-
+    async def test_a_copy_under_way_is_ended(self, monkeypatch):
         monkeypatch.setattr("penstock.transfer.transports.shm.channel._WATCH_S", 0.001)
-        run_scenario(scenario)
-
-    def test_a_copy_under_way_is_ended(self, monkeypatch):
-        async def scenario(two: Arenas) -> None:
+        async with Arenas() as two:
             is_held, let_go = threading.Event(), threading.Event()
             copy = copies.copy_ranges
 
@@ -390,19 +324,6 @@ class TestEnds:
             let_go.set()
             with pytest.raises(PeerLost, match="is ending"):
                 await handle.wait()
-
-        monkeypatch.setattr("penstock.transfer.transports.shm.channel._WATCH_S", 0.001)
-        run_scenario(scenario)
-
-    def test_nobody_is_watched_when_nothing_is_copied(self, monkeypatch):
-        async def scenario(two: Arenas) -> None:
-            await two.move()
-            await asyncio.sleep(0.02)
-            monkeypatch.setattr("penstock.transfer.transports.shm.channel.is_ending", pytest.fail)
-            await asyncio.sleep(0.02)
-
-        monkeypatch.setattr("penstock.transfer.transports.shm.channel._WATCH_S", 0.001)
-        run_scenario(scenario)
 
     def test_processes_that_are_there_and_that_are_not(self):
         assert not is_ending(os.getpid())

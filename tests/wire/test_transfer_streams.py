@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import PeerLost, TransferCancelled, TransferRefused
-from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.tcp_config import TcpConfig
+from tests.support.until import until
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 MIB = 1 << 20
@@ -44,11 +44,6 @@ class Two:
     def streams(self, agent):
         return agent._transports["tcp"]._room.streams
 
-    async def until(self, happened):
-        async with asyncio.timeout(2):
-            while not happened():  # noqa: ASYNC110 - the other side of a socket
-                await asyncio.sleep(0.001)
-
 
 @asynccontextmanager
 async def two(*, streams=2, **bounds):
@@ -59,16 +54,8 @@ async def two(*, streams=2, **bounds):
         yield await Two(agent, owner).meet()
 
 
-def _play(scenario, **options):
-    async def main():
-        async with two(**options) as both:
-            await scenario(both)
-
-    run_async(main())
-
-
-def test_no_stream_is_opened_before_there_is_something_large_to_move():
-    async def scenario(both):
+async def test_no_stream_is_opened_before_there_is_something_large_to_move():
+    async with two() as both:
         small = both.local.ranges(0, 64 << 10), both.owned.ranges(0, 64 << 10)
         for op in (READ, WRITE):
             await both.agent.post(op, *small, both.peer).wait()
@@ -79,22 +66,18 @@ def test_no_stream_is_opened_before_there_is_something_large_to_move():
             await both.post(WRITE, index).wait()
         assert len(both.streams(both.agent)) == 1, "the idle one is used again"
 
-    _play(scenario)
 
-
-def test_a_large_transfer_is_shared_by_all_streams():
-    async def scenario(both):
+async def test_a_large_transfer_is_shared_by_all_streams():
+    async with two(streams=3) as both:
         whole = both.local.ranges(), both.owned.ranges()
         await both.agent.post(READ, *whole, both.peer).wait()
         assert np.array_equal(both.here, both.there)
         assert len(both.streams(both.agent)) == len(both.streams(both.owner)) == 3
 
-    _play(scenario, streams=3)
-
 
 @pytest.mark.parametrize("op", [READ, WRITE])
-def test_what_is_beyond_the_owners_bounds_waits_in_order(op):
-    async def scenario(both):
+async def test_what_is_beyond_the_owners_bounds_waits_in_order(op):
+    async with two(streams=8, streams_per_peer_max=2) as both:
         ended = []
         handles = [both.post(op, index) for index in range(PARTS)]
 
@@ -116,11 +99,9 @@ def test_what_is_beyond_the_owners_bounds_waits_in_order(op):
             assert len(still_under_way) <= 2, ended
         assert np.array_equal(both.here, both.there)
 
-    _play(scenario, streams=8, streams_per_peer_max=2)
 
-
-def test_many_small_ones_wait_for_the_window():
-    async def scenario(both):
+async def test_many_small_ones_wait_for_the_window():
+    async with two(window=4) as both:
         size = 1000
         handles = [
             both.agent.post(
@@ -136,11 +117,9 @@ def test_many_small_ones_wait_for_the_window():
         assert np.array_equal(both.here[: 300 * size], both.there[: 300 * size])
         assert not both.channel._exchanges
 
-    _play(scenario, window=4)
 
-
-def test_a_cancelled_transfer_leaves_others_alone():
-    async def scenario(both):
+async def test_a_cancelled_transfer_leaves_others_alone():
+    async with two(streams=3) as both:
         handles = [both.post(WRITE, index) for index in range(PARTS)]
         await handles[0].wait()
         cancelled = [handle for handle in handles[4::3] if handle.is_pending]
@@ -155,15 +134,13 @@ def test_a_cancelled_transfer_leaves_others_alone():
                 await handle.wait()
                 part = slice(index * PART, (index + 1) * PART)
                 assert np.array_equal(both.here[part], both.there[part])
-        await both.until(lambda: not both.session()._pushes)
+        await until(lambda: not both.session()._pushes)
         await both.post(READ, 1).wait()
         assert len(both.streams(both.owner)) <= 3
 
-    _play(scenario, streams=3)
 
-
-def test_deregistering_ends_only_what_uses_the_region():
-    async def scenario(both):
+async def test_deregistering_ends_only_what_uses_the_region():
+    async with two() as both:
         other = both.owner.register(np.zeros(PART, np.uint8), "other")
         both.peer = await both.agent.connect(both.owner.metadata())
         doomed = [both.post(WRITE, index) for index in range(8)]
@@ -180,12 +157,10 @@ def test_deregistering_ends_only_what_uses_the_region():
             await handle.wait()
         assert np.array_equal(both.there, there), "written after it was given back"
 
-    _play(scenario)
-
 
 @pytest.mark.parametrize("op", [READ, WRITE])
-def test_an_owner_keeps_nothing_of_a_peer_that_is_gone(op):
-    async def scenario(both):
+async def test_an_owner_keeps_nothing_of_a_peer_that_is_gone(op):
+    async with two() as both:
         handles = [both.post(op, index) for index in range(PARTS)]
         await handles[0].wait()
         await both.agent.close()
@@ -193,38 +168,31 @@ def test_an_owner_keeps_nothing_of_a_peer_that_is_gone(op):
             if handle.error is not None:
                 with pytest.raises(Exception, match="closes"):
                     await handle.wait()
-        await both.until(lambda: not both.owner._transports["tcp"]._sessions)
+        await until(lambda: not both.owner._transports["tcp"]._sessions)
         assert not both.streams(both.owner)
         assert not both.streams(both.agent)
         there = both.there.copy()
-        await asyncio.sleep(0.02)
         assert np.array_equal(both.there, there)
 
-    _play(scenario)
 
-
-def test_an_idle_stream_that_ends_is_replaced():
-    async def scenario(both):
+async def test_an_idle_stream_that_ends_is_replaced():
+    async with two() as both:
         await both.post(WRITE, 0).wait()
         (stream,) = both.streams(both.owner)
         stream._socket.shutdown(socket.SHUT_RDWR)
-        await both.until(lambda: not both.streams(both.agent) and not both.streams(both.owner))
+        await until(lambda: not both.streams(both.agent) and not both.streams(both.owner))
         assert not both.session()._streams
         await both.post(WRITE, 1).wait()
         assert np.array_equal(both.here[: 2 * PART], both.there[: 2 * PART])
 
-    _play(scenario)
 
-
-def test_a_lost_link_takes_its_streams_along():
-    async def scenario(both):
+async def test_a_lost_link_takes_its_streams_along():
+    async with two() as both:
         await both.post(WRITE, 0).wait()
         handle = both.post(READ, 1)
         await asyncio.sleep(0)
         both.peer.link.channel.abort("the test pulls the plug")
         with pytest.raises(PeerLost):
             await handle.wait()
-        await both.until(lambda: not both.streams(both.owner))
+        await until(lambda: not both.streams(both.owner))
         assert not both.streams(both.agent)
-
-    _play(scenario)

@@ -19,7 +19,6 @@ from penstock.core.errors import (
     TransferRefused,
     from_info,
 )
-from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.tcp_config import TcpConfig
 from penstock.transfer.transports.quiet import QuietTransport
@@ -38,12 +37,13 @@ from penstock.transfer.transports.tcp.frames import (
     encode_frame,
 )
 from penstock.transfer.transports.tcp.transport import TcpTransport
+from tests.support.until import until
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 KIB, MIB = 1 << 10, 1 << 20
 IDLE_S = 0.15
 BOUNDS = TcpConfig(streams_per_peer_max=2, piece_bytes_max=MIB)
-CONFIG = TransferConfig(listen=("unix",), timeout_s=1.0)
+CONFIG = TransferConfig(listen=("unix",), timeout_s=60.0)
 
 
 class Rogue(QuietTransport):
@@ -99,9 +99,8 @@ class Rogue(QuietTransport):
     def say(self, frame):
         self.link.send("tcp", encode_frame(frame))
 
-    async def hear(self, kind, within_s=1.0):
-        async with asyncio.timeout(within_s):
-            frame = await self.heard.get()
+    async def hear(self, kind):
+        frame = await self.heard.get()
         assert isinstance(frame, kind), frame
         return frame
 
@@ -118,8 +117,8 @@ class Rogue(QuietTransport):
         return stream
 
 
-def _tcp():
-    return TcpTransport(BOUNDS, inline_bytes_max=64 * KIB, idle_s=IDLE_S)
+def _tcp(idle_s=60.0):
+    return TcpTransport(BOUNDS, inline_bytes_max=64 * KIB, idle_s=idle_s)
 
 
 class Scene:
@@ -147,17 +146,15 @@ class Scene:
 
     async def lost(self):
         """Wait until the honest side has ended the link."""
-        async with asyncio.timeout(1):
-            while self.rogue.link.error is None:  # noqa: ASYNC110 - the other agent knows
-                await asyncio.sleep(0.001)
+        await until(lambda: self.rogue.link.error is not None)
 
 
 @contextlib.asynccontextmanager
-async def rogue_asks():
+async def rogue_asks(idle_s=60.0):
     rogue = Rogue()
     async with (
         TransferAgent("rogue", CONFIG, transports=[rogue]) as agent,
-        TransferAgent("honest", CONFIG, transports=[_tcp()]) as honest,
+        TransferAgent("honest", CONFIG, transports=[_tcp(idle_s)]) as honest,
     ):
         scene = Scene(rogue, honest, honest._transports["tcp"])
         await agent.connect(honest.metadata([scene.region]))
@@ -165,19 +162,10 @@ async def rogue_asks():
         # and another one is served as ever
         async with TransferAgent("friend", CONFIG, transports=[_tcp()]) as friend:
             peer = await friend.connect(honest.metadata([scene.region]))
-            target = np.zeros(2 * MIB, np.uint8)
+            target = np.zeros(KIB, np.uint8)
             local = friend.register(target)
-            async with asyncio.timeout(10):
-                await friend.post(READ, local.ranges(), scene.region.ranges(), peer).wait()
-            assert np.array_equal(target, scene.memory[: 2 * MIB])
-
-
-def _asking(scenario):
-    async def main():
-        async with rogue_asks() as scene:
-            await scenario(scene)
-
-    run_async(main())
+            await friend.post(READ, local.ranges(), scene.region.ranges(0, KIB), peer).wait()
+            assert np.array_equal(target, scene.memory[:KIB])
 
 
 _ASKS = {
@@ -200,8 +188,8 @@ _FORBIDDEN = {
 
 @pytest.mark.parametrize("ask", _ASKS)
 @pytest.mark.parametrize("wrong", _FORBIDDEN)
-def test_what_may_not_be_reached_is_refused(ask, wrong):
-    async def scenario(scene):
+async def test_what_may_not_be_reached_is_refused(ask, wrong):
+    async with rogue_asks() as scene:
         await scene.rogue.ready_stream()
         scene.rogue.say(_ASKS[ask](_FORBIDDEN[wrong](scene)))
         ended = await scene.rogue.hear(Ended)
@@ -210,24 +198,20 @@ def test_what_may_not_be_reached_is_refused(ask, wrong):
         assert scene.honest.counters.refused == {"transfer_refused": 1}
         assert scene.untouched()
 
-    _asking(scenario)
-
 
 @pytest.mark.parametrize("ask", ["put", "write"])
-def test_what_is_read_only_is_not_written(ask):
-    async def scenario(scene):
+async def test_what_is_read_only_is_not_written(ask):
+    async with rogue_asks() as scene:
         await scene.rogue.ready_stream()
         shown = scene.honest.register(bytes(KIB), "shown")
         ranges = PackedRanges.pack(shown.ranges(), {shown.region_id: shown.write_key})
         scene.rogue.say(_ASKS[ask](ranges))
         assert "read-only" in (await scene.rogue.hear(Ended)).error.message
 
-    _asking(scenario)
-
 
 @pytest.mark.parametrize("ask", _ASKS)
-def test_a_region_that_is_gone_is_refused(ask):
-    async def scenario(scene):
+async def test_a_region_that_is_gone_is_refused(ask):
+    async with rogue_asks() as scene:
         await scene.rogue.ready_stream()
         ranges = scene.packed()
         await scene.honest.deregister(scene.region)
@@ -236,50 +220,36 @@ def test_a_region_that_is_gone_is_refused(ask):
         assert scene.untouched()
         scene.register()
 
-    _asking(scenario)
+
+def _get(regions=(1,), keys=(b"",), offsets=bytes(8), lengths=bytes(8), of=b""):
+    ranges = PackedRanges(regions=regions, keys=keys, offsets=offsets, lengths=lengths, of=of)
+    return lambda _scene: Get(exchange=1, ranges=ranges)
+
+
+def _put(size, checksums=b""):
+    return lambda scene: Put(exchange=1, ranges=scene.packed(), payload=bytes(size), checksums=checksums)
 
 
 _NONSENSE = {
-    "a payload that is too short": lambda scene: Put(
-        exchange=1, ranges=scene.packed(), payload=bytes(KIB - 1)
-    ),
-    "a payload that is too long": lambda scene: Put(
-        exchange=1, ranges=scene.packed(), payload=bytes(KIB + 1)
-    ),
-    "checksums of other ranges": lambda scene: Put(
-        exchange=1, ranges=scene.packed(), payload=bytes(KIB), checksums=bytes(8)
-    ),
-    "more than fits a message": lambda scene: Get(
-        exchange=1, ranges=scene.packed([0, 0], (1 << 20) // 2 + 1)
-    ),
+    "a payload that is too short": _put(KIB - 1),
+    "a payload that is too long": _put(KIB + 1),
+    "checksums of other ranges": _put(KIB, bytes(8)),
+    "more than fits a message": lambda scene: Get(exchange=1, ranges=scene.packed([0, 0], MIB // 2 + 1)),
     "more than a piece": lambda scene: Push(
         exchange=1, stream=1, op=READ, ranges=scene.packed([0, 0], MIB // 2 + 1)
     ),
-    "ranges without lengths": lambda scene: Get(
-        exchange=1, ranges=PackedRanges(regions=(1,), keys=(b"",), offsets=bytes(8), lengths=b"")
-    ),
-    "no ranges": lambda scene: Get(
-        exchange=1, ranges=PackedRanges(regions=(1,), keys=(b"",), offsets=b"", lengths=b"")
-    ),
-    "regions without keys": lambda scene: Get(
-        exchange=1, ranges=PackedRanges(regions=(1, 2), keys=(b"",), offsets=bytes(8), lengths=bytes(8))
-    ),
-    "a range of a region that is not listed": lambda scene: Get(
-        exchange=1,
-        ranges=PackedRanges(
-            regions=(1, 2), keys=(b"", b""), offsets=bytes(8), lengths=bytes(8), of=b"\2\0\0\0"
-        ),
-    ),
-    "a region id of no number": lambda scene: Get(
-        exchange=1, ranges=PackedRanges(regions=(-1,), keys=(b"",), offsets=bytes(8), lengths=bytes(8))
-    ),
+    "ranges without lengths": _get(lengths=b""),
+    "no ranges": _get(offsets=b"", lengths=b""),
+    "regions without keys": _get(regions=(1, 2)),
+    "a range of a region that is not listed": _get(regions=(1, 2), keys=(b"", b""), of=b"\2\0\0\0"),
+    "a region id of no number": _get(regions=(-1,)),
     "an answer": lambda scene: Done(exchange=1),
 }
 
 
 @pytest.mark.parametrize("what", _NONSENSE)
-def test_nonsense_ends_the_link_with_an_error_on_both_sides(what):
-    async def scenario(scene):
+async def test_nonsense_ends_the_link_with_an_error_on_both_sides(what):
+    async with rogue_asks() as scene:
         await scene.rogue.ready_stream()
         scene.rogue.say(_NONSENSE[what](scene))
         await scene.lost()
@@ -287,47 +257,22 @@ def test_nonsense_ends_the_link_with_an_error_on_both_sides(what):
         assert isinstance(scene.honest.refusals[0], ProtocolError)
         assert scene.untouched()
 
-    _asking(scenario)
 
-
-def test_a_stream_in_use_is_not_for_another_exchange():
-    async def scenario(scene):
-        await scene.rogue.ready_stream()
+async def test_streams_are_counted_have_one_number_and_one_exchange_each():
+    recv = asyncio.get_running_loop().sock_recv
+    async with rogue_asks() as scene:
+        scene.rogue.say(Push(exchange=1, stream=9, op=WRITE, ranges=scene.packed()))
+        assert "stream 9 has ended" in (await scene.rogue.hear(Ended)).error.message
+        await scene.rogue.ready_stream(1)
+        assert await recv(await scene.rogue.open_stream(1), 1) == b"", "its number is taken"
+        await scene.rogue.ready_stream(2)
+        with contextlib.suppress(ConnectionError):
+            assert await recv(await scene.rogue.open_stream(3), 1) == b"", "two are enough"
+        assert len(scene.transport._room.streams) == 2
         for exchange in (1, 2):
             scene.rogue.say(Push(exchange=exchange, stream=1, op=WRITE, ranges=scene.packed()))
         await scene.lost()
-        assert "which is in use" in scene.honest.refusals[0].message
-
-    _asking(scenario)
-
-
-def test_a_stream_that_is_unknown_cannot_be_used():
-    async def scenario(scene):
-        scene.rogue.say(Push(exchange=1, stream=9, op=WRITE, ranges=scene.packed()))
-        assert "stream 9 has ended" in (await scene.rogue.hear(Ended)).error.message
-
-    _asking(scenario)
-
-
-def test_streams_are_counted():
-    async def scenario(scene):
-        for number in (1, 2):
-            await scene.rogue.ready_stream(number)
-        third = await scene.rogue.open_stream(3)
-        with contextlib.suppress(ConnectionError):
-            assert await asyncio.get_running_loop().sock_recv(third, 1) == b""
-        assert len(scene.transport._room.streams) == 2
-
-    _asking(scenario)
-
-
-def test_a_number_is_given_once():
-    async def scenario(scene):
-        await scene.rogue.ready_stream(1)
-        again = await scene.rogue.open_stream(1)
-        assert await asyncio.get_running_loop().sock_recv(again, 1) == b""
-
-    _asking(scenario)
+        assert "which is in use" in scene.honest.refusals[-1].message
 
 
 def _header(exchange, num_bytes, magic=b"PTA data"):
@@ -344,8 +289,8 @@ def _header(exchange, num_bytes, magic=b"PTA data"):
         (_header(1, KIB)[:7], "transfer_error"),
     ],
 )
-def test_a_stream_that_brings_something_else_is_refused_before_memory_is_touched(sent, code):
-    async def scenario(scene):
+async def test_a_stream_that_brings_something_else_is_refused_before_memory_is_touched(sent, code):
+    async with rogue_asks(idle_s=IDLE_S) as scene:
         stream = await scene.rogue.ready_stream()
         scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
         await scene.rogue.hear(Go)
@@ -356,69 +301,57 @@ def test_a_stream_that_brings_something_else_is_refused_before_memory_is_touched
         assert scene.untouched()
         assert not scene.transport._room.streams
 
-    _asking(scenario)
 
-
-def test_too_few_bytes_are_an_error_soon():
-    async def scenario(scene):
+async def test_too_few_bytes_are_an_error_soon():
+    async with rogue_asks(idle_s=IDLE_S) as scene:
         stream = await scene.rogue.ready_stream()
         scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
         await scene.rogue.hear(Go)
         stream.send(_header(1, KIB) + bytes(100))
-        ended = await scene.rogue.hear(Ended, within_s=10 * IDLE_S)
+        ended = await scene.rogue.hear(Ended)
         assert "none for 0.15 s" in ended.error.message
         assert scene.honest.counters.refused == {"transfer_error": 1}
         assert (scene.memory[KIB:] == 7).all()
 
-    _asking(scenario)
 
-
-def test_a_stream_that_ends_early_is_an_error_at_once():
-    async def scenario(scene):
+async def test_a_stream_that_ends_early_is_an_error_at_once():
+    async with rogue_asks() as scene:
         stream = await scene.rogue.ready_stream()
         scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
         await scene.rogue.hear(Go)
         stream.send(_header(1, KIB) + bytes(100))
         stream.close()
-        ended = await scene.rogue.hear(Ended, within_s=IDLE_S / 2)
+        ended = await scene.rogue.hear(Ended)
         assert "ended after 100 bytes" in ended.error.message
 
-    _asking(scenario)
 
-
-def test_more_bytes_than_announced_reach_no_memory():
-    async def scenario(scene):
+async def test_more_bytes_than_announced_reach_no_memory():
+    async with rogue_asks(idle_s=IDLE_S) as scene:
         stream = await scene.rogue.ready_stream()
         scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed(0, KIB)))
         await scene.rogue.hear(Go)
         stream.send(_header(1, KIB) + bytes(9 * KIB))
         await scene.rogue.hear(Done)
-        async with asyncio.timeout(1):
-            while scene.transport._room.streams:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: not scene.transport._room.streams)
         assert not scene.memory[:KIB].any()
         assert (scene.memory[KIB:] == 7).all()
 
-    _asking(scenario)
 
-
-def test_who_reads_nothing_is_given_up():
-    async def scenario(scene):
+async def test_who_reads_nothing_is_given_up():
+    async with rogue_asks(idle_s=IDLE_S) as scene:
         scene.transport._config = scene.transport._server.config  # the bound is what makes it a megabyte
         stream = await scene.rogue.ready_stream()
         stream.setsockopt(1, 8, 4096)  # SO_RCVBUF
         for exchange in range(1, 20):
             scene.rogue.say(Push(exchange=exchange, stream=1, op=READ, ranges=scene.packed(0, MIB)))
-            frame = await scene.rogue.hear((Done, Ended), within_s=10 * IDLE_S)
+            frame = await scene.rogue.hear((Done, Ended))
             if isinstance(frame, Ended):
                 break
         assert "none for 0.15 s" in frame.error.message
 
-    _asking(scenario)
 
-
-def test_a_wrong_checksum_is_an_error_on_both_sides():
-    async def scenario(scene):
+async def test_a_wrong_checksum_is_an_error_on_both_sides():
+    async with rogue_asks() as scene:
         scene.rogue.say(Put(exchange=1, ranges=scene.packed(), payload=bytes(KIB), checksums=b"\1\2\3\4"))
         assert (await scene.rogue.hear(Ended)).error.code == "checksum_mismatch"
         stream = await scene.rogue.ready_stream()
@@ -429,41 +362,34 @@ def test_a_wrong_checksum_is_an_error_on_both_sides():
         assert scene.honest.counters.refused == {"checksum_mismatch": 2}
         assert (scene.memory[KIB:] == 7).all()
 
-    _asking(scenario)
 
-
-def test_stopping_lets_go_and_what_stops_late_is_no_error():
-    async def scenario(scene):
+async def test_stopping_lets_go_and_what_stops_late_is_no_error():
+    async with rogue_asks(idle_s=IDLE_S) as scene:
         await scene.rogue.ready_stream()
         scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
         await scene.rogue.hear(Go)
         scene.rogue.say(Stop(exchange=1))
-        assert "the peer ended" in (await scene.rogue.hear(Ended, within_s=IDLE_S / 2)).error.message
+        assert "the peer ended" in (await scene.rogue.hear(Ended)).error.message
         scene.rogue.say(Stop(exchange=1))
         scene.rogue.say(Get(exchange=2, ranges=scene.packed()))
         await scene.rogue.hear(Done)
         assert scene.honest.counters.refused == {}
 
-    _asking(scenario)
-
 
 # -- and now the owner lies ------------------------------------------------------------------------------------------
 
 
-def _answering(scenario, contact=None):
-    async def main():
-        rogue = Rogue(contact)
-        async with (
-            TransferAgent("rogue", CONFIG, transports=[rogue]) as owner,
-            TransferAgent("honest", CONFIG, transports=[_tcp()]) as honest,
-        ):
-            scene = Scene(rogue, honest, honest._transports["tcp"])
-            theirs = owner.register(np.zeros(4 * MIB, np.uint8), "theirs")
-            scene.peer = await honest.connect(owner.metadata([theirs]))
-            scene.theirs = theirs
-            await scenario(scene)
-
-    run_async(main())
+@contextlib.asynccontextmanager
+async def rogue_answers(contact=None, idle_s=60.0):
+    rogue = Rogue(contact)
+    async with (
+        TransferAgent("rogue", CONFIG, transports=[rogue]) as owner,
+        TransferAgent("honest", CONFIG, transports=[_tcp(idle_s)]) as honest,
+    ):
+        scene = Scene(rogue, honest, honest._transports["tcp"])
+        scene.theirs = owner.register(np.zeros(4 * MIB, np.uint8), "theirs")
+        scene.peer = await honest.connect(owner.metadata([scene.theirs]))
+        yield scene
 
 
 def _post(scene, op, num_bytes, **options):
@@ -472,16 +398,14 @@ def _post(scene, op, num_bytes, **options):
 
 
 @pytest.mark.parametrize("size", [0, KIB - 1, KIB + 1])
-def test_an_answer_of_another_size_is_an_error(size):
-    async def scenario(scene):
+async def test_an_answer_of_another_size_is_an_error(size):
+    async with rogue_answers() as scene:
         handle = _post(scene, READ, KIB)
         await scene.rogue.hear(Get)
         scene.rogue.say(Done(exchange=1, payload=bytes(size)))
         with pytest.raises(ProtocolError, match=f"{size} bytes for ranges of 1024"):
             await handle.wait()
         assert scene.untouched()
-
-    _answering(scenario)
 
 
 async def _greeted(scene):
@@ -501,8 +425,8 @@ async def _greeted(scene):
         (b"", TransferError),
     ],
 )
-def test_a_read_that_brings_something_else_is_an_error(sent, error):
-    async def scenario(scene):
+async def test_a_read_that_brings_something_else_is_an_error(sent, error):
+    async with rogue_answers(idle_s=IDLE_S) as scene:
         handle = _post(scene, READ, MIB)
         stream = await _greeted(scene)
         await scene.rogue.hear(Push)
@@ -512,11 +436,9 @@ def test_a_read_that_brings_something_else_is_an_error(sent, error):
             await handle.wait()
         assert scene.untouched()
 
-    _answering(scenario)
 
-
-def test_a_read_whose_checksum_differs_is_an_error_on_both_sides():
-    async def scenario(scene):
+async def test_a_read_whose_checksum_differs_is_an_error_on_both_sides():
+    async with rogue_answers() as scene:
         handle = _post(scene, READ, KIB, checksum=True)
         await scene.rogue.hear(Get)
         scene.rogue.say(Done(exchange=1, payload=bytes(KIB), checksums=b"\1\2\3\4"))
@@ -525,25 +447,20 @@ def test_a_read_whose_checksum_differs_is_an_error_on_both_sides():
         assert (await scene.rogue.hear(Stop)).error.code == "checksum_mismatch"
         assert scene.untouched()
 
-    _answering(scenario)
-
 
 @pytest.mark.parametrize(("op", "size"), [(READ, KIB), (WRITE, KIB), (READ, MIB), (WRITE, MIB)])
-def test_silence_ends_at_the_deadline(op, size):
-    async def scenario(scene):
+async def test_silence_ends_at_the_deadline(op, size):
+    async with rogue_answers(idle_s=IDLE_S) as scene:
         handle = _post(scene, op, size, timeout_s=0.05)
         if size == MIB:
             await _greeted(scene)
         with pytest.raises(DeadlineExceeded):
-            async with asyncio.timeout(6 * IDLE_S):
-                await handle.wait()
-
-    _answering(scenario)
+            await handle.wait()
 
 
 @pytest.mark.parametrize("op", [READ, WRITE])
-def test_a_cancelled_transfer_ends_when_the_owner_has_let_go(op):
-    async def scenario(scene):
+async def test_a_cancelled_transfer_ends_when_the_owner_has_let_go(op):
+    async with rogue_answers(idle_s=IDLE_S) as scene:
         handle = _post(scene, op, MIB)
         await _greeted(scene)
         asked = await scene.rogue.hear(Push)
@@ -554,42 +471,33 @@ def test_a_cancelled_transfer_ends_when_the_owner_has_let_go(op):
         with pytest.raises(TransferCancelled):
             await handle.wait()
 
-    _answering(scenario)
 
-
-def test_a_read_that_brings_nothing_is_an_error_soon():
-    async def scenario(scene):
+async def test_a_read_that_brings_nothing_is_an_error_soon():
+    async with rogue_answers(idle_s=IDLE_S) as scene:
         handle = _post(scene, READ, MIB)
         await _greeted(scene)
         with pytest.raises(TransferError, match=r"none for 0\.15 s"):
-            async with asyncio.timeout(6 * IDLE_S):
-                await handle.wait()
-
-    _answering(scenario)
+            await handle.wait()
 
 
-def test_a_stream_that_nobody_greets_is_an_error():
-    async def scenario(scene):
+async def test_a_stream_that_nobody_greets_is_an_error():
+    async with rogue_answers(idle_s=IDLE_S) as scene:
         handle = _post(scene, WRITE, MIB)
         with pytest.raises(TransferError, match="stream 1 is not answered"):
             await handle.wait()
 
-    _answering(scenario)
 
-
-def test_a_stream_that_is_closed_instead_of_greeted_is_an_error():
-    async def scenario(scene):
+async def test_a_stream_that_is_closed_instead_of_greeted_is_an_error():
+    async with rogue_answers() as scene:
         handle = _post(scene, WRITE, MIB)
         (await scene.rogue.streams.get()).close()
         with pytest.raises(TransferError, match="takes no more streams"):
             await handle.wait()
 
-    _answering(scenario)
-
 
 @pytest.mark.parametrize("size", [KIB, MIB])
-def test_the_owners_word_is_what_is_raised(size):
-    async def scenario(scene):
+async def test_the_owners_word_is_what_is_raised(size):
+    async with rogue_answers() as scene:
         handle = _post(scene, WRITE, size)
         if size == MIB:
             await _greeted(scene)
@@ -597,8 +505,6 @@ def test_the_owners_word_is_what_is_raised(size):
         scene.rogue.say(Ended(exchange=1, error=TransferRefused("because").to_info()))
         with pytest.raises(TransferRefused, match="because"):
             await handle.wait()
-
-    _answering(scenario)
 
 
 @pytest.mark.parametrize(
@@ -610,17 +516,15 @@ def test_the_owners_word_is_what_is_raised(size):
         (encode_frame(Contact(version=1, streams=0, window=1, piece_bytes=1)), "lets nothing through"),
     ],
 )
-def test_a_contact_that_makes_no_sense_is_why_it_is_not_reached(contact, why):
-    async def scenario(scene):
+async def test_a_contact_that_makes_no_sense_is_why_it_is_not_reached(contact, why):
+    async with rogue_answers(contact) as scene:
         assert why in scene.peer.unreachable["tcp"]
         with pytest.raises(TransferRefused, match=why):
             _post(scene, WRITE, KIB)
 
-    _answering(scenario, contact)
 
-
-def test_questions_to_who_asks_end_the_link():
-    async def scenario(scene):
+async def test_questions_to_who_asks_end_the_link():
+    async with rogue_answers() as scene:
         scene.rogue.link = next(iter(scene.honest._connections._links.values()))
         handle = _post(scene, WRITE, KIB)
         await scene.rogue.hear(Put)
@@ -628,5 +532,3 @@ def test_questions_to_who_asks_end_the_link():
         with pytest.raises(PeerLost):
             await handle.wait()
         assert scene.honest.counters.refused == {"protocol_error": 1}
-
-    _answering(scenario)
