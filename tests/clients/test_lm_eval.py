@@ -34,12 +34,7 @@ def greedy(demo: Served, question: str, *, is_chat: bool) -> str:
 
 
 def evaluate(
-    folder: Path,
-    demo: Served,
-    model: str,
-    path: str,
-    *flags: str,
-    tokenizer: str = f"tokenizer={MODEL_DIR}",
+    folder: Path, demo: Served, model: str, path: str, *flags: str, tokenizer: str = f"tokenizer={MODEL_DIR}"
 ) -> dict[str, Any]:
     """Run the task in `folder`; returns its results."""
     arguments = f"model={demo.model},base_url={demo.url}{path},{tokenizer},num_concurrent=2,max_retries=1"

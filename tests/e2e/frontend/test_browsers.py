@@ -2,120 +2,100 @@
 
 import json
 
-from frontend_site import HI, chat, of_keys, run, serving
+from frontend_site import HI, chat, of_keys, serving
 
 PAGE = "https://chat.example.com"
 
 
-def test_a_page_of_an_allowed_origin_may_call_the_api() -> None:
-    async def test() -> None:
-        async with serving(cors_origins=(PAGE,), tenants=of_keys("secret")) as site:
-            path = "/v1/chat/completions"
-            asked = await site.ask(
-                "OPTIONS", path, b"", f"Origin: {PAGE}", "Access-Control-Request-Headers: authorization"
-            )
-            assert asked.status == 204
-            assert asked.headers["access-control-allow-origin"] == PAGE
-            assert asked.headers["access-control-allow-methods"] == "OPTIONS, POST"
-            assert asked.headers["access-control-allow-headers"] == "authorization"
-            answer = await site.ask("POST", path, chat(), f"Origin: {PAGE}", "Authorization: Bearer secret")
-            assert answer.status == 200
-            assert answer.headers["access-control-allow-origin"] == PAGE
-            streamed = await site.ask(
-                "POST", path, chat(stream=True), f"Origin: {PAGE}", "Authorization: Bearer secret"
-            )
-            assert streamed.headers["access-control-allow-origin"] == PAGE
-
-    run(test)
+async def test_a_page_of_an_allowed_origin_may_call_the_api() -> None:
+    async with serving(cors_origins=(PAGE,), tenants=of_keys("secret")) as site:
+        path = "/v1/chat/completions"
+        asked = await site.ask(
+            "OPTIONS", path, b"", f"Origin: {PAGE}", "Access-Control-Request-Headers: authorization"
+        )
+        assert asked.status == 204
+        assert asked.headers["access-control-allow-origin"] == PAGE
+        assert asked.headers["access-control-allow-methods"] == "OPTIONS, POST"
+        assert asked.headers["access-control-allow-headers"] == "authorization"
+        answer = await site.ask("POST", path, chat(), f"Origin: {PAGE}", "Authorization: Bearer secret")
+        assert answer.status == 200
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        streamed = await site.ask(
+            "POST", path, chat(stream=True), f"Origin: {PAGE}", "Authorization: Bearer secret"
+        )
+        assert streamed.headers["access-control-allow-origin"] == PAGE
 
 
-def test_other_origins_are_not_allowed_and_none_are_by_default() -> None:
-    async def test() -> None:
-        async with serving(cors_origins=(PAGE,)) as site:
-            for origin, path in (("https://evil.example", "/v1/models"), (PAGE, "/admin/workers")):
-                answer = await site.ask("OPTIONS", path, b"", f"Origin: {origin}")
-                assert answer.status == 204
-                assert "access-control-allow-origin" not in answer.headers
-        async with serving() as site:
-            answer = await site.ask("OPTIONS", "/v1/models", b"", f"Origin: {PAGE}")
-            assert answer.headers["allow"] == "GET, HEAD, OPTIONS"
+async def test_other_origins_are_not_allowed_and_none_are_by_default() -> None:
+    async with serving(cors_origins=(PAGE,)) as site:
+        for origin, path in (("https://evil.example", "/v1/models"), (PAGE, "/admin/workers")):
+            answer = await site.ask("OPTIONS", path, b"", f"Origin: {origin}")
+            assert answer.status == 204
             assert "access-control-allow-origin" not in answer.headers
-            assert (await site.ask("OPTIONS", "/nowhere")).status == 404
-            assert (await site.ask("HEAD", "/v1/models")).status == 200
-
-    run(test)
-
-
-def test_version_ping_and_models_with_a_slash() -> None:
-    async def test() -> None:
-        async with serving() as site:
-            version = json.loads((await site.ask("GET", "/version")).body)["version"]
-            assert version.count(".") >= 1
-            assert (await site.ask("GET", "/ping")).status == 200
-            models = json.loads((await site.ask("GET", "/v1/models/")).body)
-            assert models["data"][0]["display_name"] == "tiny"
-            assert (models["first_id"], models["last_id"], models["has_more"]) == ("tiny", "tiny", False)
-
-    run(test)
+    async with serving() as site:
+        answer = await site.ask("OPTIONS", "/v1/models", b"", f"Origin: {PAGE}")
+        assert answer.headers["allow"] == "GET, HEAD, OPTIONS"
+        assert "access-control-allow-origin" not in answer.headers
+        assert (await site.ask("OPTIONS", "/nowhere")).status == 404
+        assert (await site.ask("HEAD", "/v1/models")).status == 200
 
 
-def test_the_openapi_document_describes_the_bodies() -> None:
-    async def test() -> None:
-        async with serving() as site:
-            document = json.loads((await site.ask("GET", "/openapi.json")).body)
-            assert document["openapi"].startswith("3.")
-            text = json.dumps(document)
-            names = document["components"]["schemas"]
-            assert "max_completion_tokens" in names["ChatRequest"]["properties"]
-            for reference in text.split('"$ref": "#/components/schemas/')[1:]:
-                assert reference.partition('"')[0] in names
-            for path, operations in document["paths"].items():
-                for method in operations:
-                    place = path.replace("{model}", "tiny").replace("{id}", "file-1")
-                    answer = await site.ask(method.upper(), place, b"{}")
-                    stored = path.startswith(("/v1/files", "/v1/batches"))  # without a directory for them
-                    assert answer.status in ({404} if stored else {200, 400}), path
-
-    run(test)
+async def test_version_ping_and_models_with_a_slash() -> None:
+    async with serving() as site:
+        version = json.loads((await site.ask("GET", "/version")).body)["version"]
+        assert version.count(".") >= 1
+        assert (await site.ask("GET", "/ping")).status == 200
+        models = json.loads((await site.ask("GET", "/v1/models/")).body)
+        assert models["data"][0]["display_name"] == "tiny"
+        assert (models["first_id"], models["last_id"], models["has_more"]) == ("tiny", "tiny", False)
 
 
-def test_the_reference_page_needs_no_network_and_no_key() -> None:
-    async def test() -> None:
-        async with serving(tenants=of_keys("secret")) as site:
-            answer = await site.ask("GET", "/docs")
-            assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
-            assert "default-src 'none'" in answer.headers["content-security-policy"]
-            page = answer.body.decode()
-            assert "://" not in page
-            assert "<script" not in page
-            document = json.loads((await site.ask("GET", "/openapi.json")).body)
-            for path, operations in document["paths"].items():
-                for method, operation in operations.items():
-                    assert (
-                        f'<section id="{operation["operationId"]}"><h2><code>{method.upper()} {path}<' in page
-                    )
-            for name in document["components"]["schemas"]:
-                assert f'<details id="type-{name}">' in page
-            assert 'href="#type-ChatRequest"' in page
-
-    run(test)
+async def test_the_openapi_document_describes_the_bodies() -> None:
+    async with serving() as site:
+        document = json.loads((await site.ask("GET", "/openapi.json")).body)
+        assert document["openapi"].startswith("3.")
+        text = json.dumps(document)
+        names = document["components"]["schemas"]
+        assert "max_completion_tokens" in names["ChatRequest"]["properties"]
+        for reference in text.split('"$ref": "#/components/schemas/')[1:]:
+            assert reference.partition('"')[0] in names
+        for path, operations in document["paths"].items():
+            for method in operations:
+                place = path.replace("{model}", "tiny").replace("{id}", "file-1")
+                answer = await site.ask(method.upper(), place, b"{}")
+                stored = path.startswith(("/v1/files", "/v1/batches"))  # without a directory for them
+                assert answer.status in ({404} if stored else {200, 400}), path
 
 
-def test_fields_that_clients_send_by_default_are_served() -> None:
-    async def test() -> None:
-        async with serving() as site:
-            stream = await site.client.chat.completions.create(
-                model="tiny",
-                messages=HI,
-                stream=True,
-                stream_options={"include_usage": True, "continuous_usage_stats": True},
-                extra_body={"guided_json": None, "priority": 0, "use_beam_search": False, "max_tokens": 4.0},
-            )
-            usages = [chunk.usage async for chunk in stream]
-            assert all(usage is not None for usage in usages)
-            counts = [usage.completion_tokens for usage in usages]
-            assert counts == sorted(counts)
-            assert counts[-1] == counts[-2] > 1
-            assert site.dispatcher.opened[0].sampling.max_tokens == 4
+async def test_the_reference_page_needs_no_network_and_no_key() -> None:
+    async with serving(tenants=of_keys("secret")) as site:
+        answer = await site.ask("GET", "/docs")
+        assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        page = answer.body.decode()
+        assert "://" not in page
+        assert "<script" not in page
+        document = json.loads((await site.ask("GET", "/openapi.json")).body)
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                assert f'<section id="{operation["operationId"]}"><h2><code>{method.upper()} {path}<' in page
+        for name in document["components"]["schemas"]:
+            assert f'<details id="type-{name}">' in page
+        assert 'href="#type-ChatRequest"' in page
 
-    run(test)
+
+async def test_fields_that_clients_send_by_default_are_served() -> None:
+    async with serving() as site:
+        stream = await site.client.chat.completions.create(
+            model="tiny",
+            messages=HI,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+            extra_body={"guided_json": None, "priority": 0, "use_beam_search": False, "max_tokens": 4.0},
+        )
+        usages = [chunk.usage async for chunk in stream]
+        assert all(usage is not None for usage in usages)
+        counts = [usage.completion_tokens for usage in usages]
+        assert counts == sorted(counts)
+        assert counts[-1] == counts[-2] > 1
+        assert site.dispatcher.opened[0].sampling.max_tokens == 4

@@ -52,11 +52,7 @@ async def server() -> AsyncIterator[int]:
 
 def fetch(name: str, **config: object) -> bytes:
     async def main() -> bytes:
-        settings = {
-            "private_addresses": True,
-            "bytes_max": 2000,
-            "timeout_s": 0.5,
-        }
+        settings = {"private_addresses": True, "bytes_max": 2000, "timeout_s": 0.5}
         async with server() as port:
             settings["hosts"] = (f"127.0.0.1:{port}", f"localhost:{port}", "127.0.0.1:1")
             fetcher = MediaFetcher(MediaFetchConfig(**settings | config))

@@ -3,13 +3,11 @@
 import asyncio
 import contextlib
 import json
-import math
-import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 import openai
-import uvloop
 from tokenizers import Tokenizer
 
 from penstock.core.types.requests import FinishReason
@@ -47,14 +45,10 @@ class Site:
             base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
         )
 
-    async def until(self, true: Callable[[], bool], timeout_s: float = 5.0) -> float:
-        """Poll until `true` returns true; returns the seconds it took."""
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        async with asyncio.timeout(timeout_s):
-            while not true():  # noqa: ASYNC110 - the state has no event
-                await asyncio.sleep(0.001)
-        return loop.time() - start
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Poll until `true` returns true; the test's own time limit is the deadline."""
+        while not true():  # noqa: ASYNC110 - the state has no event
+            await asyncio.sleep(0.001)
 
     async def connect(self, **options) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port, **options)
@@ -66,6 +60,15 @@ class Site:
         raw = await reader.read()
         writer.close()
         return Answer(raw)
+
+    async def post(self, path: str, *headers: str, **fields: Any) -> "Answer":
+        """Send a body as JSON, of the model `tiny` unless `fields` say another."""
+        return await self.ask("POST", path, json.dumps({"model": "tiny"} | fields).encode(), *headers)
+
+    async def metric(self, name: str) -> float:
+        """Add up all metrics whose line begins with `name`."""
+        lines = (await self.ask("GET", "/metrics")).body.decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 def of_keys(*keys: str) -> dict[str, TenantConfig]:
@@ -81,8 +84,18 @@ class Answer:
         self.headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
 
     @property
-    def error(self) -> dict:
-        return json.loads(self.body)["error"]
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.json["error"]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What a stream said, without its end."""
+        lines = [line[6:] for line in self.body.decode().splitlines() if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def http(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
@@ -102,50 +115,6 @@ def bomb(size_bytes: int) -> bytes:
     first = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
     repeated = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
     return first + repeated * (size_bytes // (1 << 20) - 1)
-
-
-LOOP_BLOCKED_S_MAX = 0.5
-"""Longest blocking of the event loop in tests of hostile bodies, which once blocked it for seconds; a busy machine does for tenths."""
-
-
-class LoopLag:
-    """Measures the longest blocking of the event loop, which delays every stream."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-        self.longest_cpu_s = 0.0
-        """Of the loop's own thread: the same on a busy machine, but for cold caches."""
-
-    async def watch(self) -> None:
-        last_s, last_cpu_s = (
-            time.perf_counter(),
-            time.thread_time(),
-        )  # uvloop's time is constant within a turn
-        while True:
-            await asyncio.sleep(0)
-            now_s, now_cpu_s = time.perf_counter(), time.thread_time()
-            self.longest_s = max(self.longest_s, now_s - last_s)
-            self.longest_cpu_s = max(self.longest_cpu_s, now_cpu_s - last_cpu_s)
-            last_s, last_cpu_s = now_s, now_cpu_s
-
-
-@contextlib.asynccontextmanager
-async def loop_not_blocked(
-    cpu_s_max: float = math.inf, blocked_s_max: float = LOOP_BLOCKED_S_MAX
-) -> AsyncIterator[None]:
-    """Check that the event loop is never blocked for long within the block, and computes at most so long in one turn."""
-    lag = LoopLag()
-    watching = asyncio.ensure_future(lag.watch())
-    try:
-        await asyncio.sleep(0)
-        yield
-        await asyncio.sleep(0)
-    finally:
-        watching.cancel()
-    print(f"the event loop was blocked for at most {lag.longest_s * 1e3:.1f} ms")
-    print(f"the event loop computed for at most {lag.longest_cpu_s * 1e3:.1f} ms")
-    assert lag.longest_s < blocked_s_max
-    assert lag.longest_cpu_s < cpu_s_max
 
 
 @contextlib.asynccontextmanager
@@ -171,11 +140,3 @@ async def serving(
         await site.client.close()
         await server.close()
         assert dispatcher.open_streams == 0
-
-
-def run(test: Callable[[], Awaitable[None]], *, timeout_s: float = 60.0) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(timeout_s):
-            await test()
-
-    uvloop.run(main())

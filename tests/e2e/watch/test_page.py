@@ -123,13 +123,7 @@ def test_it_is_usable_by_keyboard_and_screen_reader_in_both_themes(deploy):
                 reached.append(page.run("(document.activeElement.closest('[id]') || {}).id"))
             assert [name for name in reached if name in {"pause", "theme", "keys", "message", "send"}][
                 :5
-            ] == [
-                "pause",
-                "theme",
-                "keys",
-                "message",
-                "send",
-            ]
+            ] == ["pause", "theme", "keys", "message", "send"]
             assert "requests" in reached
             page.run("document.querySelector('#requests button').focus()")
             focused = page.run("document.activeElement.textContent")

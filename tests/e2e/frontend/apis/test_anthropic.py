@@ -4,7 +4,7 @@ import json
 
 import anthropic
 import pytest
-from frontend_site import HI, IDS, TEXT, TOKENIZER, Site, of_keys, run, serving
+from frontend_site import HI, IDS, TEXT, TOKENIZER, Site, of_keys, serving
 
 from penstock.core.types.requests import FinishReason
 from penstock.core.wire import token_list
@@ -23,107 +23,89 @@ def prompt_of(site: Site, index: int = -1) -> str:
     return TOKENIZER.decode(token_list(site.dispatcher.opened[index].token_ids), skip_special_tokens=False)
 
 
-def test_a_message_is_answered_whole_and_streamed() -> None:
-    async def test() -> None:
-        async with serving(tenants=of_keys("secret")) as site, client(site, "secret") as api:
-            whole = await api.messages.create(
-                model="tiny", max_tokens=50, messages=HI, system="be brief", extra_body={"top_k": 5}
-            )
-            assert [block.text for block in whole.content] == [TEXT]
-            assert (whole.stop_reason, whole.role, whole.model) == ("end_turn", "assistant", "tiny")
-            assert whole.usage.input_tokens == len(token_list(site.dispatcher.opened[0].token_ids))
-            assert whole.usage.output_tokens == len(IDS) + 1
-            assert prompt_of(site) == "<|system|>be brief<|end|><|user|>hello<|end|><|assistant|>"
-            async with api.messages.stream(model="tiny", max_tokens=50, messages=HI) as stream:
-                texts = [text async for text in stream.text_stream]
-                final = await stream.get_final_message()
-            assert "".join(texts) == TEXT
-            assert len(texts) > 2
-            assert final.stop_reason == "end_turn"
-            assert final.usage.output_tokens == whole.usage.output_tokens
-
-    run(test)
+async def test_a_message_is_answered_whole_and_streamed() -> None:
+    async with serving(tenants=of_keys("secret")) as site, client(site, "secret") as api:
+        whole = await api.messages.create(
+            model="tiny", max_tokens=50, messages=HI, system="be brief", extra_body={"top_k": 5}
+        )
+        assert [block.text for block in whole.content] == [TEXT]
+        assert (whole.stop_reason, whole.role, whole.model) == ("end_turn", "assistant", "tiny")
+        assert whole.usage.input_tokens == len(token_list(site.dispatcher.opened[0].token_ids))
+        assert whole.usage.output_tokens == len(IDS) + 1
+        assert prompt_of(site) == "<|system|>be brief<|end|><|user|>hello<|end|><|assistant|>"
+        async with api.messages.stream(model="tiny", max_tokens=50, messages=HI) as stream:
+            texts = [text async for text in stream.text_stream]
+            final = await stream.get_final_message()
+        assert "".join(texts) == TEXT
+        assert len(texts) > 2
+        assert final.stop_reason == "end_turn"
+        assert final.usage.output_tokens == whole.usage.output_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thinking_and_tool_calls_are_blocks(stream: bool) -> None:
-    async def test() -> None:
-        async with serving(dispatcher=says(SAID)) as site, client(site) as api:
-            asked = {"model": "tiny", "max_tokens": 500, "messages": HI, "tools": TOOLS}
-            if stream:
-                async with api.messages.stream(**asked) as events:
-                    message = await events.get_final_message()
-            else:
-                message = await api.messages.create(**asked)
-            thinking, text, first, second = message.content
-            assert (thinking.type, thinking.thinking) == ("thinking", "hm\n")
-            assert (text.type, text.text) == ("text", "I look.")
-            assert (first.type, first.name, first.input) == ("tool_use", "weather", json.loads(PARIS))
-            assert (second.input, message.stop_reason) == ({}, "tool_use")
-            said = {"role": "assistant", "content": [block.model_dump() for block in message.content]}
-            result = {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": first.id, "content": "rain"}],
-            }
-            await api.messages.create(**asked | {"messages": [*HI, said, result]})
-            assert f"I look.<tool_call>{PARIS}</tool_call>" in prompt_of(site)
-            assert "<|tool|>rain" in prompt_of(site)
-
-    run(test)
+async def test_thinking_and_tool_calls_are_blocks(stream: bool) -> None:
+    async with serving(dispatcher=says(SAID)) as site, client(site) as api:
+        asked = {"model": "tiny", "max_tokens": 500, "messages": HI, "tools": TOOLS}
+        if stream:
+            async with api.messages.stream(**asked) as events:
+                message = await events.get_final_message()
+        else:
+            message = await api.messages.create(**asked)
+        thinking, text, first, second = message.content
+        assert (thinking.type, thinking.thinking) == ("thinking", "hm\n")
+        assert (text.type, text.text) == ("text", "I look.")
+        assert (first.type, first.name, first.input) == ("tool_use", "weather", json.loads(PARIS))
+        assert (second.input, message.stop_reason) == ({}, "tool_use")
+        said = {"role": "assistant", "content": [block.model_dump() for block in message.content]}
+        result = {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": first.id, "content": "rain"}],
+        }
+        await api.messages.create(**asked | {"messages": [*HI, said, result]})
+        assert f"I look.<tool_call>{PARIS}</tool_call>" in prompt_of(site)
+        assert "<|tool|>rain" in prompt_of(site)
 
 
-def test_stop_sequences_and_lengths_are_told() -> None:
-    async def test() -> None:
-        async with serving() as site, client(site) as api:
-            stopped = await api.messages.create(
-                model="tiny", max_tokens=50, messages=HI, stop_sequences=["brown"]
-            )
-            assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "brown")
-            assert stopped.content[0].text == "the quick "
-        card = tiny_card(files=FILES)
-        dispatcher = ScriptedDispatcher(speak(IDS, finish=FinishReason.LENGTH), [card], FILES)
-        async with serving(dispatcher=dispatcher) as site, client(site) as api:
-            cut = await api.messages.create(model="tiny", max_tokens=len(IDS), messages=HI)
-            assert cut.stop_reason == "max_tokens"
-
-    run(test)
+async def test_stop_sequences_and_lengths_are_told() -> None:
+    async with serving() as site, client(site) as api:
+        stopped = await api.messages.create(
+            model="tiny", max_tokens=50, messages=HI, stop_sequences=["brown"]
+        )
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "brown")
+        assert stopped.content[0].text == "the quick "
+    card = tiny_card(files=FILES)
+    dispatcher = ScriptedDispatcher(speak(IDS, finish=FinishReason.LENGTH), [card], FILES)
+    async with serving(dispatcher=dispatcher) as site, client(site) as api:
+        cut = await api.messages.create(model="tiny", max_tokens=len(IDS), messages=HI)
+        assert cut.stop_reason == "max_tokens"
 
 
-def test_an_assistants_last_message_goes_on() -> None:
-    async def test() -> None:
-        async with serving() as site, client(site) as api:
-            said = [*HI, {"role": "assistant", "content": "It is {"}]
-            await api.messages.create(model="tiny", max_tokens=50, messages=said)
-            assert prompt_of(site).endswith("<|assistant|>It is {")
-
-    run(test)
+async def test_an_assistants_last_message_goes_on() -> None:
+    async with serving() as site, client(site) as api:
+        said = [*HI, {"role": "assistant", "content": "It is {"}]
+        await api.messages.create(model="tiny", max_tokens=50, messages=said)
+        assert prompt_of(site).endswith("<|assistant|>It is {")
 
 
-def test_tokens_are_counted() -> None:
-    async def test() -> None:
-        async with serving() as site, client(site) as api:
-            counted = await api.messages.count_tokens(model="tiny", messages=HI)
-            await api.messages.create(model="tiny", max_tokens=5, messages=HI)
-            assert counted.input_tokens == len(token_list(site.dispatcher.opened[0].token_ids))
-
-    run(test)
+async def test_tokens_are_counted() -> None:
+    async with serving() as site, client(site) as api:
+        counted = await api.messages.count_tokens(model="tiny", messages=HI)
+        await api.messages.create(model="tiny", max_tokens=5, messages=HI)
+        assert counted.input_tokens == len(token_list(site.dispatcher.opened[0].token_ids))
 
 
-def test_refusals_have_the_apis_shape() -> None:
-    async def test() -> None:
-        async with serving(tenants=of_keys("secret")) as site, client(site, "secret") as api:
-            with pytest.raises(anthropic.NotFoundError) as missing:
-                await api.messages.create(model="none", max_tokens=5, messages=HI)
-            assert missing.value.body["error"]["type"] == "not_found_error"
-            with pytest.raises(anthropic.BadRequestError, match="max_tokens: must be >= 1, got -5"):
-                await api.messages.create(model="tiny", max_tokens=-5, messages=HI)
-            search = [{"type": "web_search_20250305", "name": "web_search"}]
-            with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].type: must be 'function'"):
-                await api.messages.create(model="tiny", max_tokens=5, messages=HI, tools=search)
-            async with client(site, "wrong") as other:
-                with pytest.raises(anthropic.AuthenticationError):
-                    await other.messages.create(model="tiny", max_tokens=5, messages=HI)
-            models = [model.id async for model in api.models.list()]
-            assert models == ["tiny"]
-
-    run(test)
+async def test_refusals_have_the_apis_shape() -> None:
+    async with serving(tenants=of_keys("secret")) as site, client(site, "secret") as api:
+        with pytest.raises(anthropic.NotFoundError) as missing:
+            await api.messages.create(model="none", max_tokens=5, messages=HI)
+        assert missing.value.body["error"]["type"] == "not_found_error"
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens: must be >= 1, got -5"):
+            await api.messages.create(model="tiny", max_tokens=-5, messages=HI)
+        search = [{"type": "web_search_20250305", "name": "web_search"}]
+        with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].type: must be 'function'"):
+            await api.messages.create(model="tiny", max_tokens=5, messages=HI, tools=search)
+        async with client(site, "wrong") as other:
+            with pytest.raises(anthropic.AuthenticationError):
+                await other.messages.create(model="tiny", max_tokens=5, messages=HI)
+        models = [model.id async for model in api.models.list()]
+        assert models == ["tiny"]

@@ -5,12 +5,12 @@ import contextlib
 import errno
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import openai
 import pytest
-from frontend_site import IDS, TEXT, Answer, Site, of_keys, run, serving
+from frontend_site import IDS, TEXT, Site, of_keys, serving
 
 from penstock.core.errors import Overloaded
 from penstock.core.types.requests import Delta, FinishReason, Request
@@ -35,24 +35,20 @@ def jsonl(lines: Iterable[object]) -> bytes:
     return b"".join(json.dumps(item).encode() + b"\n" for item in lines)
 
 
-def serve(
-    test: Callable[[Site], Awaitable[None]], tmp_path: Path, script: Script = SAY, tenants=None, **batches
-) -> None:
-    """Run a test beside a site whose batches are in `tmp_path`."""
-
-    async def main() -> None:
-        async with serving(
-            script, tenants=tenants, batches={"directory": str(tmp_path / "b"), **batches}
-        ) as site:
-            watching = asyncio.ensure_future(site.server.watch())
-            try:
-                await test(site)
-            finally:
-                watching.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await watching
-
-    run(main)
+@contextlib.asynccontextmanager
+async def batching(
+    tmp_path: Path, script: Script = SAY, *, tenants=None, body_bytes_max: int = 8 << 20, **batches
+) -> AsyncIterator[Site]:
+    """Serve with batches in `tmp_path`."""
+    folder = {"directory": str(tmp_path / "b"), **batches}
+    async with serving(script, tenants=tenants, body_bytes_max=body_bytes_max, batches=folder) as site:
+        watching = asyncio.ensure_future(site.server.watch())
+        try:
+            yield site
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
 
 
 async def start(
@@ -66,7 +62,7 @@ async def start(
 
 async def until(client: openai.AsyncOpenAI, batch_id: str, holds: Callable[[object], bool]):
     """Ask for a batch until something holds."""
-    async with asyncio.timeout(45):
+    async with asyncio.timeout(60):
         while not holds(batch := await client.batches.retrieve(batch_id)):  # noqa: ASYNC110 - as clients do
             await asyncio.sleep(0.05)
     return batch
@@ -86,8 +82,8 @@ async def read(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, dic
     return found
 
 
-def test_each_line_is_answered_or_says_why_not(tmp_path: Path) -> None:
-    async def test(site: Site) -> None:
+async def test_each_line_is_answered_or_says_why_not(tmp_path: Path) -> None:
+    async with batching(tmp_path) as site:
         client = site.client
         lines = [line(f"r{index}") for index in range(40)]
         lines += [line("hot", temperature=9), line("none", model="none"), line("streamed", stream=True)]
@@ -120,10 +116,8 @@ def test_each_line_is_answered_or_says_why_not(tmp_path: Path) -> None:
             await client.files.content(batch.output_file_id)
         assert {request.priority for request in site.dispatcher.opened} == {-1000}
 
-    serve(test, tmp_path)
 
-
-def test_completions_and_embeddings(tmp_path: Path) -> None:
+async def test_completions_and_embeddings(tmp_path: Path) -> None:
     async def script(request: Request) -> AsyncIterator[Delta]:
         if not request.embeds:
             async for delta in SAY(request):
@@ -133,7 +127,7 @@ def test_completions_and_embeddings(tmp_path: Path) -> None:
             request_id=request.request_id, finish_reason=FinishReason.LENGTH, embedding=b"\0\0\x80\x3f" * 4
         )
 
-    async def test(site: Site) -> None:
+    async with batching(tmp_path, script) as site:
         for endpoint, fields in (
             ("/v1/completions", {"prompt": "hello", "max_tokens": 50}),
             ("/v1/embeddings", {"input": ["hello", "hi"]}),
@@ -150,41 +144,31 @@ def test_completions_and_embeddings(tmp_path: Path) -> None:
             else:
                 assert body["output"][0]["content"][0]["text"] == TEXT
 
-    serve(test, tmp_path, script)
+
+WRONG: list[tuple[list[object], str, int | None]] = [
+    ([], "empty_file", None),
+    ([line("a"), "text"], "invalid_json_line", 2),
+    ([line("a"), line("b"), line("a")], "duplicate_custom_id", 3),
+    ([line("a") | {"method": "GET"}], "invalid_method", 1),
+    ([line("a", "/v1/completions")], "invalid_url", 1),
+    ([line("a") | {"body": [1]}], "invalid_body", 1),
+    ([line("")], "invalid_custom_id", 1),
+    ([line("a", user="x" * 9000)], "line_too_long", 1),
+    ([line(str(index)) for index in range(12)], "too_many_requests", 11),
+]
+"""Lines, the code of the error, and the number of the line that it names."""
 
 
-@pytest.mark.parametrize(
-    ("lines", "code", "number"),
-    [
-        ([], "empty_file", None),
-        ([line("a"), "text"], "invalid_json_line", 2),
-        ([line("a"), line("b"), line("a")], "duplicate_custom_id", 3),
-        ([line("a") | {"method": "GET"}], "invalid_method", 1),
-        ([line("a", "/v1/completions")], "invalid_url", 1),
-        ([line("a") | {"body": [1]}], "invalid_body", 1),
-        ([line("")], "invalid_custom_id", 1),
-        ([line("a", user="x" * 9000)], "line_too_long", 1),
-        ([line(str(index)) for index in range(12)], "too_many_requests", 11),
-    ],
-)
-def test_a_wrong_input_fails_the_batch(
-    tmp_path: Path, lines: list[object], code: str, number: int | None
-) -> None:
-    async def main() -> None:
-        config = {"directory": str(tmp_path), "requests_max": 10}
-        async with serving(SAY, batches=config, body_bytes_max=8192) as site:
-            async with asyncio.TaskGroup() as group:
-                watching = group.create_task(site.server.watch())
-                batch = await ended(site.client, (await start(site.client, lines)).id)
-                watching.cancel()
+async def test_a_wrong_input_fails_the_batch(tmp_path: Path) -> None:
+    async with batching(tmp_path, requests_max=10, body_bytes_max=8192) as site:
+        for lines, code, number in WRONG:
+            batch = await ended(site.client, (await start(site.client, lines)).id)
             assert (batch.status, batch.output_file_id) == ("failed", None)
             assert [(error.code, error.line) for error in batch.errors.data] == [(code, number)]
-            assert site.dispatcher.opened == []
-
-    run(main)
+        assert site.dispatcher.opened == []
 
 
-def test_it_is_cancelled_or_expires_with_what_it_has(tmp_path: Path) -> None:
+async def test_it_is_cancelled_or_expires_with_what_it_has(tmp_path: Path) -> None:
     stuck = 0
 
     async def script(request: Request) -> AsyncIterator[Delta]:
@@ -195,12 +179,12 @@ def test_it_is_cancelled_or_expires_with_what_it_has(tmp_path: Path) -> None:
         async for delta in SAY(request):
             yield delta
 
-    async def test(site: Site) -> None:
+    async with batching(tmp_path, script) as site:
         lines = [
             *(line(f"r{index}") for index in range(5)),
             *(line(f"s{index}", max_tokens=7) for index in range(30)),
         ]
-        for window in ("24h", "3s"):
+        for window in ("24h", "6s"):
             batch = await start(site.client, lines, window=window)
             if window == "24h":
                 await until(
@@ -222,10 +206,8 @@ def test_it_is_cancelled_or_expires_with_what_it_has(tmp_path: Path) -> None:
                 assert set(errors) == {f"s{index}" for index in range(30)}
             await site.until(lambda: site.dispatcher.open_streams == 0)
 
-    serve(test, tmp_path, script)
 
-
-def test_a_busy_server_is_asked_again_and_others_go_first(tmp_path: Path) -> None:
+async def test_a_busy_server_is_asked_again_and_others_go_first(tmp_path: Path) -> None:
     refused: set[str] = set()
     most = {"alone": 0, "beside": 0}
     blocked = asyncio.Event()
@@ -248,7 +230,7 @@ def test_a_busy_server_is_asked_again_and_others_go_first(tmp_path: Path) -> Non
         async for delta in SAY(request):
             yield delta
 
-    async def test(site: Site) -> None:
+    async with batching(tmp_path, script, at_once=8, at_once_busy=2) as site:
         other = asyncio.ensure_future(
             site.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "me"}])
         )
@@ -262,11 +244,9 @@ def test_a_busy_server_is_asked_again_and_others_go_first(tmp_path: Path) -> Non
         assert most["beside"] <= 2
         assert 2 < most["alone"] <= 8
 
-    serve(test, tmp_path, script, at_once=8, at_once_busy=2)
 
-
-def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
-    async def test(site: Site) -> None:
+async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
+    async with batching(tmp_path, tenants=of_keys("one", "other")) as site:
         one, other = (site.client.with_options(api_key=key) for key in ("one", "other"))
         batch = await ended(one, (await start(one, [line("a")])).id)
         assert await read(one, batch.output_file_id)
@@ -288,10 +268,10 @@ def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
         with pytest.raises(openai.AuthenticationError):
             await site.client.batches.list()
 
-    serve(test, tmp_path, tenants=of_keys("one", "other"))
 
-
-def test_a_full_disk_loses_nothing_and_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_loses_nothing_and_ends_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full, refused, append, write = [True], [], batch_run._append, batch_store.write_whole
 
     def fill(then: Callable[..., None]) -> Callable[[Path, bytes], None]:
@@ -305,10 +285,9 @@ def test_a_full_disk_loses_nothing_and_ends_nobody(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(batch_runner, "_DISK_PAUSE_S", 0.05)
     monkeypatch.setattr(batch_run, "_append", fill(append))
-
-    async def test(site: Site) -> None:
+    async with batching(tmp_path) as site:
         batch = await start(site.client, [line(name, max_tokens=3) for name in "abc"])
-        await site.until(lambda: len(refused) >= 2, timeout_s=30)
+        await site.until(lambda: len(refused) >= 2)
         assert (await site.client.batches.retrieve(batch.id)).status == "in_progress"
         monkeypatch.setattr(batch_store, "write_whole", fill(write))
         answer = await site.ask("POST", "/v1/files", *form((FILE, b"{}"), ('name="purpose"', b"batch")))
@@ -319,37 +298,8 @@ def test_a_full_disk_loses_nothing_and_ends_nobody(tmp_path: Path, monkeypatch: 
         assert (batch.status, batch.request_counts.completed) == ("completed", 3)
         assert set(await read(site.client, batch.output_file_id)) == set("abc")
 
-    serve(test, tmp_path)
 
-
-def test_many_batches_of_one_tenant_hold_up_no_other_tenants(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batch_runner, "_SCAN_S", 0.1)
-    blocked = asyncio.Event()
-
-    async def script(request: Request) -> AsyncIterator[Delta]:
-        if request.tenant == "tenant-flood":
-            await blocked.wait()
-        async for delta in SAY(request):
-            yield delta
-
-    async def test(site: Site) -> None:
-        flood, other = (site.client.with_options(api_key=key) for key in ("flood", "other"))
-        floods = [await start(flood, [line("a")]) for _ in range(10)]
-        await site.until(lambda: site.dispatcher.open_streams > 0, timeout_s=30)
-        batch = await ended(other, (await start(other, [line("a")])).id)
-        assert batch.status == "completed"
-        blocked.set()
-        for batch in floods:
-            assert (await ended(flood, batch.id)).status == "completed"
-        times = [(await flood.batches.retrieve(batch.id)).completed_at for batch in floods]
-        assert times == sorted(times), "the oldest first"
-
-    serve(test, tmp_path, script, tenants=of_keys("flood", "other"))
-
-
-def test_a_tenants_large_batch_gives_way_to_tenants_that_wait(
+async def test_a_tenants_large_batch_gives_way_to_tenants_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"_SCAN_S": 0.1, "_TENANTS_AT_ONCE": 1, "_TURN_S": 0.0}.items():
@@ -365,10 +315,10 @@ def test_a_tenants_large_batch_gives_way_to_tenants_that_wait(
         async for delta in SAY(request):
             yield delta
 
-    async def test(site: Site) -> None:
+    async with batching(tmp_path, script, tenants=of_keys("flood", "other"), at_once=2) as site:
         flood, other = (site.client.with_options(api_key=key) for key in ("flood", "other"))
         large = await start(flood, [line(f"r{index}") for index in range(100)])
-        await site.until(lambda: site.dispatcher.open_streams > 0, timeout_s=30)
+        await site.until(lambda: site.dispatcher.open_streams > 0)
         small = await start(other, [line("a")])
         waits.set()
         assert (await ended(other, small.id)).status == "completed"
@@ -378,10 +328,8 @@ def test_a_tenants_large_batch_gives_way_to_tenants_that_wait(
         assert len(answered) == 101, "none was asked twice"
         assert answered.index("tenant-other") < 90
 
-    serve(test, tmp_path, script, tenants=of_keys("flood", "other"), at_once=2)
 
-
-def test_a_clock_that_is_set_neither_expires_a_batch_nor_removes_files(
+async def test_a_clock_that_is_set_neither_expires_a_batch_nor_removes_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked, step_s = asyncio.Event(), 0.0
@@ -398,11 +346,10 @@ def test_a_clock_that_is_set_neither_expires_a_batch_nor_removes_files(
         async for delta in SAY(request):
             yield delta
 
-    async def test(site: Site) -> None:
-        nonlocal step_s
+    async with batching(tmp_path, script) as site:
         kept = await site.client.files.create(file=("in.jsonl", jsonl([line("a")])), purpose="batch")
         batch = await start(site.client, [line("a")], window="1h")
-        await site.until(lambda: site.dispatcher.open_streams > 0, timeout_s=30)
+        await site.until(lambda: site.dispatcher.open_streams > 0)
         for days in (40, -40):
             step_s = days * 86_400.0
             await asyncio.sleep(3 * batch_runner._SCAN_S)  # several looks at what there is
@@ -412,19 +359,14 @@ def test_a_clock_that_is_set_neither_expires_a_batch_nor_removes_files(
         blocked.set()
         assert (await ended(site.client, batch.id)).status == "completed"
 
-    serve(test, tmp_path, script)
 
-
-def test_a_batch_that_cannot_be_read_holds_up_no_other(tmp_path: Path) -> None:
+async def test_a_batch_that_cannot_be_read_holds_up_no_other(tmp_path: Path) -> None:
     damaged = tmp_path / "b" / "tenant-0" / "batches"
     damaged.mkdir(parents=True)
     (damaged / f"{new_id('batch_')}.json").write_bytes(b'{"batch":')
-
-    async def test(site: Site) -> None:
+    async with batching(tmp_path) as site:
         batch = await start(site.client, [line("a", max_tokens=3)])
         assert (await ended(site.client, batch.id)).status == "completed"
-
-    serve(test, tmp_path)
 
 
 def form(*parts: tuple[str, bytes]) -> tuple[bytes, str]:
@@ -439,45 +381,44 @@ def form(*parts: tuple[str, bytes]) -> tuple[bytes, str]:
     return whole + b"--b--\r\n", "Content-Type: multipart/form-data; boundary=b"
 
 
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
 FILE = 'name="file"; filename="a"'
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        (form(('name="purpose"', b"batch")), 400, "file: required, but missing"),
-        (form((FILE, b"{}")), 400, "purpose: required, but missing"),
-        (form((FILE, b"{}"), ('name="purpose"', b"tune")), 400, "purpose: must be 'batch', got 'tune'"),
-        (form(('name="purpose"', b"x" * 5000)), 400, "purpose: has over 4096 bytes"),
-        (form((FILE, b"x" * 3000), ('name="purpose"', b"batch")), 413, "file: is larger than 2048 bytes; split it"),
-        (form(('name="\x00\x07"', b"")), 400, "the body is no valid form: 400, message: Invalid"),
-        ((b"{}", "Content-Type: application/json"), 415, "Content-Type: must be multipart/form-data"),
-        ((b"nothing", "Content-Type: multipart/form-data"), 400, "the body is no valid form"),
-        ((b"nothing", "Content-Type: multipart/form-data; boundary=b"), 400, "the body is no valid form"),
-    ],
-)  # fmt: skip
-def test_a_wrong_upload_is_refused_and_leaves_nothing(
-    tmp_path: Path, body: tuple[bytes, str], status: int, message: str
-) -> None:
-    async def test(site: Site) -> None:
-        answer: Answer = await site.ask("POST", "/v1/files", *body)
-        assert (answer.status, answer.error["message"][: len(message)]) == (status, message)
-
-    serve(test, tmp_path, file_bytes_max=2048)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+WRONG_UPLOADS = [
+    (form(('name="purpose"', b"batch")), 400, "file: required, but missing"),
+    (form((FILE, b"{}")), 400, "purpose: required, but missing"),
+    (form((FILE, b"{}"), ('name="purpose"', b"tune")), 400, "purpose: must be 'batch', got 'tune'"),
+    (form(('name="purpose"', b"x" * 5000)), 400, "purpose: has over 4096 bytes"),
+    (form((FILE, b"x" * 3000), ('name="purpose"', b"batch")), 413, "file: is larger than 2048 bytes; split it"),
+    (form(('name="\x00\x07"', b"")), 400, "the body is no valid form: 400, message: Invalid"),
+    ((b"{}", "Content-Type: application/json"), 415, "Content-Type: must be multipart/form-data"),
+    ((b"nothing", "Content-Type: multipart/form-data"), 400, "the body is no valid form"),
+    ((b"nothing", "Content-Type: multipart/form-data; boundary=b"), 400, "the body is no valid form"),
+]  # fmt: skip
+"""Body and content type, the status, and how the message begins."""
 
 
-def test_a_file_name_of_other_bytes_than_utf_8_is_kept_as_far_as_it_is_text(tmp_path: Path) -> None:
-    async def test(site: Site) -> None:
+async def test_a_wrong_upload_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    async with batching(tmp_path, file_bytes_max=2048) as site:
+        for body, status, message in WRONG_UPLOADS:
+            answer = await site.ask("POST", "/v1/files", *body)
+            assert (answer.status, answer.error["message"][: len(message)]) == (status, message)
+    assert files_in(tmp_path) == []
+
+
+async def test_a_file_name_of_other_bytes_than_utf_8_is_kept_as_far_as_it_is_text(tmp_path: Path) -> None:
+    async with batching(tmp_path) as site:
         named = FILE.replace('filename="a"', 'filename="a\udcff\udcfe"')
         answer = await site.ask("POST", "/v1/files", *form((named, b"{}"), ('name="purpose"', b"batch")))
-        assert (answer.status, json.loads(answer.body)["filename"]) == (200, "a??")
-
-    serve(test, tmp_path)
+        assert (answer.status, answer.json["filename"]) == (200, "a??")
 
 
-def test_bounds_and_bad_fields_are_said(tmp_path: Path) -> None:
-    async def test(site: Site) -> None:
+async def test_bounds_and_bad_fields_are_said(tmp_path: Path) -> None:
+    async with batching(tmp_path, files_max=2) as site:
         client = site.client
         stored = await client.files.create(
             file=("in.jsonl", jsonl([line("a", max_tokens=3)])), purpose="batch"
@@ -510,14 +451,9 @@ def test_bounds_and_bad_fields_are_said(tmp_path: Path) -> None:
         with pytest.raises(openai.APIStatusError, match="there are 2 files already, and files_max is 2"):
             await client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
 
-    serve(test, tmp_path, files_max=2)
 
-
-def test_without_a_directory_there_are_none() -> None:
-    async def test() -> None:
-        async with serving() as site:
-            answer = await site.ask("GET", "/v1/batches")
-            assert answer.status == 404
-            assert answer.error["message"].endswith("its operator can set frontend.batches.directory")
-
-    run(test)
+async def test_without_a_directory_there_are_none() -> None:
+    async with serving() as site:
+        answer = await site.ask("GET", "/v1/batches")
+        assert answer.status == 404
+        assert answer.error["message"].endswith("its operator can set frontend.batches.directory")

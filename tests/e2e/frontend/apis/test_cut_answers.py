@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from frontend_site import HI, Site, run, serving
+from frontend_site import HI, Site, serving
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -14,8 +14,8 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 CHAT_TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
 CALLS = f'[{{"name": "weather", "parameters": {PARIS}}}, {{"name": "weather", "parameters": {PARIS}}}]'
-FORCED = [(CALLS[:length], "required") for length in (0, 1, 2, 9, 15, 36, 48, len(CALLS) // 2 + 4)]
-FORCED += [(PARIS[:length], "named") for length in (0, 1, 12)]
+FORCED = [(CALLS[:length], "required") for length in (0, 1, 15, 48, len(CALLS) // 2 + 4)]
+FORCED += [(PARIS[:length], "named") for length in (0, 12)]
 
 
 async def chat(site: Site, choice: str, *, stream: bool) -> tuple[str, list[str], str]:
@@ -54,18 +54,15 @@ async def messages(site: Site, choice: str, *, stream: bool) -> tuple[str, list[
     asked: Any = {"model": "tiny", "messages": HI, "max_tokens": 300, "stream": stream}
     asked["tools"] = [{"name": "weather", "input_schema": SCHEMA}]
     asked["tool_choice"] = {"type": "any"} if choice == "required" else {"type": "tool", "name": "weather"}
-    answer = await site.ask("POST", "/v1/messages", json.dumps(asked).encode())
+    answer = await site.post("/v1/messages", **asked)
     assert answer.status == 200, answer.body
     if not stream:
-        whole = json.loads(answer.body)
-        text = "".join(block["text"] for block in whole["content"] if block["type"] == "text")
-        count = sum(block["type"] == "tool_use" for block in whole["content"])
-        return text, [""] * count, "length" if whole["stop_reason"] == "max_tokens" else whole["stop_reason"]
+        text = "".join(block["text"] for block in answer.json["content"] if block["type"] == "text")
+        count = sum(block["type"] == "tool_use" for block in answer.json["content"])
+        reason = answer.json["stop_reason"]
+        return text, [""] * count, "length" if reason == "max_tokens" else reason
     text, calls, reason = "", {}, ""
-    for line in answer.body.decode().splitlines():
-        if not line.startswith("data: "):
-            continue
-        event = json.loads(line[6:])
+    for event in answer.events:
         if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
             calls[event["index"]] = ""
         elif event["type"] == "content_block_delta":
@@ -90,54 +87,40 @@ REASONED = '<think>hm</think>I look.<tool_call>{"name": "weather", "parameters":
         (REASONED + PARIS, ["reasoning", "message", "function_call"], "completed"),
     ],
 )
-def test_the_item_in_which_a_response_is_cut_is_incomplete(said: str, kinds: list[str], last: str) -> None:
+async def test_the_item_in_which_a_response_is_cut_is_incomplete(
+    said: str, kinds: list[str], last: str
+) -> None:
     events_of: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
     wanted = [*("completed" for _ in kinds[1:]), last]
     asked: Any = {"model": "tiny", "input": "hello", "tools": [{"type": "function", **NAMED["function"]}]}
-
-    async def test() -> None:
-        async with serving(dispatcher=cut(said)) as site:
-            body = json.dumps(asked).encode()
-            whole = Response.model_validate(json.loads((await site.ask("POST", "/v1/responses", body)).body))
-            body = json.dumps(asked | {"stream": True}).encode()
-            text = (await site.ask("POST", "/v1/responses", body)).body.decode()
-        assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-        assert [(item.type, item.status) for item in whole.output] == list(zip(kinds, wanted, strict=True))
-        events = [
-            events_of.validate_python(json.loads(line[6:]))
-            for line in text.splitlines()
-            if line.startswith("data: ")
-        ]
-        done = [event.item for event in events if event.type == "response.output_item.done"]
-        assert [(item.type, item.status) for item in done] == list(zip(kinds, wanted, strict=True))
-        assert events[-1].type == "response.incomplete"
-        assert events[-1].response.output == done
-
-    run(test)
+    async with serving(dispatcher=cut(said)) as site:
+        whole = Response.model_validate((await site.post("/v1/responses", **asked)).json)
+        streamed = await site.post("/v1/responses", stream=True, **asked)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert [(item.type, item.status) for item in whole.output] == list(zip(kinds, wanted, strict=True))
+    events = [events_of.validate_python(event) for event in streamed.events]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [(item.type, item.status) for item in done] == list(zip(kinds, wanted, strict=True))
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output == done
 
 
 @pytest.mark.parametrize("api", [chat, responses, messages])
-def test_forced_calls_that_are_cut_leave_no_text(api: Any) -> None:
-    async def test() -> None:
-        for said, choice in FORCED:
-            async with serving(dispatcher=cut(said)) as site:
-                for stream in (False, True):
-                    text, calls, reason = await api(site, choice, stream=stream)
-                    assert (text, reason) == ("", "length"), (said, choice, stream)
-                    assert len(calls) == (1 if choice == "named" else said.count('"weather"'))
-                    assert all(PARIS.startswith(arguments) for arguments in calls)
-
-    run(test)
+async def test_forced_calls_that_are_cut_leave_no_text(api: Any) -> None:
+    for said, choice in FORCED:
+        async with serving(dispatcher=cut(said)) as site:
+            for stream in (False, True):
+                text, calls, reason = await api(site, choice, stream=stream)
+                assert (text, reason) == ("", "length"), (said, choice, stream)
+                assert len(calls) == (1 if choice == "named" else said.count('"weather"'))
+                assert all(PARIS.startswith(arguments) for arguments in calls)
 
 
-def test_forced_calls_of_a_message_that_was_begun_are_calls_too() -> None:
-    async def test() -> None:
-        begun = [*HI, {"role": "assistant", "content": "Let me see:"}]
-        asked: Any = {"model": "tiny", "messages": begun, "max_tokens": 300, "tool_choice": {"type": "any"}}
-        asked["tools"] = [{"name": "weather", "input_schema": SCHEMA}]
-        async with serving(dispatcher=cut(CALLS)) as site:
-            answer = json.loads((await site.ask("POST", "/v1/messages", json.dumps(asked).encode())).body)
-        assert [block["type"] for block in answer["content"]] == ["tool_use", "tool_use"]
-        assert answer["content"][0]["input"] == json.loads(PARIS)
-
-    run(test)
+async def test_forced_calls_of_a_message_that_was_begun_are_calls_too() -> None:
+    begun = [*HI, {"role": "assistant", "content": "Let me see:"}]
+    asked: Any = {"model": "tiny", "messages": begun, "max_tokens": 300, "tool_choice": {"type": "any"}}
+    asked["tools"] = [{"name": "weather", "input_schema": SCHEMA}]
+    async with serving(dispatcher=cut(CALLS)) as site:
+        answer = (await site.post("/v1/messages", **asked)).json
+    assert [block["type"] for block in answer["content"]] == ["tool_use", "tool_use"]
+    assert answer["content"][0]["input"] == json.loads(PARIS)

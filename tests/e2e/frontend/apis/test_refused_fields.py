@@ -1,11 +1,11 @@
 """Each refusal names the field that its client sent, whoever finds the error: the frontend, an encoder process or a worker."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
-from frontend_site import run, serving
+from frontend_site import serving
 
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import Delta, Request
@@ -39,126 +39,110 @@ def refuses(field: str) -> Any:
     return script
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "worker", "named"),
-    [
-        (CHAT, {"guided_json": SCHEMA}, "response_format", "guided_json"),
-        (CHAT, {"guided_regex": "a"}, "response_format", "guided_regex"),
-        (CHAT, {"structured_outputs": {"json": SCHEMA}}, "response_format", "structured_outputs"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "response_format"),
-        (CHAT, {"nvext": {"guided_choice": ["a"]}}, "response_format", "nvext.guided_choice"),
-        (CHAT, {"nvext": {"top_k": 5}}, "top_k", "nvext.top_k"),
-        (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "response_format", "tools"),
-        (CHAT, {"max_completion_tokens": 9}, "max_tokens", "max_completion_tokens"),
-        (CHAT, {"max_tokens": 9}, "max_tokens", "max_tokens"),
-        (CHAT, {}, "prompt", "messages"),
-        (TEXT, {"guided_grammar": "a"}, "response_format", "guided_grammar"),
-        (TEXT, {"echo": True, "logprobs": 1}, "prompt_logprobs", "logprobs"),
-        (TEXT, {}, "token_ids", "prompt"),
-        (RESPONSES, {"text": {"format": FORM}}, "response_format", "text.format"),
-        (RESPONSES, {"max_output_tokens": 9}, "max_tokens", "max_output_tokens"),
-        (RESPONSES, {}, "prompt", "input"),
-        (MESSAGES, {"output_config": {"format": FORM}}, "response_format", "output_config.format"),
-        (MESSAGES, {"output_format": FORM}, "response_format", "output_format"),
-        (MESSAGES, {}, "prompt", "messages"),
-        (EMBEDDINGS, {}, "prompt", "input"),
-    ],
-)  # fmt: skip
+OF_WORKERS: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, {"guided_json": SCHEMA}, "response_format", "guided_json"),
+    (CHAT, {"guided_regex": "a"}, "response_format", "guided_regex"),
+    (CHAT, {"structured_outputs": {"json": SCHEMA}}, "response_format", "structured_outputs"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "response_format"),
+    (CHAT, {"nvext": {"guided_choice": ["a"]}}, "response_format", "nvext.guided_choice"),
+    (CHAT, {"nvext": {"top_k": 5}}, "top_k", "nvext.top_k"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "response_format", "tools"),
+    (CHAT, {"max_completion_tokens": 9}, "max_tokens", "max_completion_tokens"),
+    (CHAT, {"max_tokens": 9}, "max_tokens", "max_tokens"),
+    (CHAT, {}, "prompt", "messages"),
+    (TEXT, {"guided_grammar": "a"}, "response_format", "guided_grammar"),
+    (TEXT, {"echo": True, "logprobs": 1}, "prompt_logprobs", "logprobs"),
+    (TEXT, {}, "token_ids", "prompt"),
+    (RESPONSES, {"text": {"format": FORM}}, "response_format", "text.format"),
+    (RESPONSES, {"max_output_tokens": 9}, "max_tokens", "max_output_tokens"),
+    (RESPONSES, {}, "prompt", "input"),
+    (MESSAGES, {"output_config": {"format": FORM}}, "response_format", "output_config.format"),
+    (MESSAGES, {"output_format": FORM}, "response_format", "output_format"),
+    (MESSAGES, {}, "prompt", "messages"),
+    (EMBEDDINGS, {}, "prompt", "input"),
+]  # fmt: skip
+"""A path, fields, the field that the worker names, and the one that the client is told."""
+
+
 @pytest.mark.parametrize("text", ["hi", LONG], ids=["small", "large"])
-def test_a_workers_refusal_names_the_clients_field(
-    path: str, fields: dict[str, Any], worker: str, named: str, text: str
-) -> None:
-    body = {"model": "tiny"} | SEED[path] | fields
-    for name in ("prompt", "input"):
-        if name in body:
-            body[name] = text
-    if "messages" in body:
-        body["messages"] = [{"role": "user", "content": text}]
-
-    async def test() -> None:
-        dispatcher = says("so", context_length=200_000)
-        dispatcher.script = refuses(worker)
-        async with serving(dispatcher=dispatcher) as site, aiohttp.ClientSession() as http:
-            async with http.post(f"http://127.0.0.1:{site.port}{path}", json=body) as answer:
-                said = await answer.json()
-            error = said["error"]
-            assert answer.status == 400, said
-            assert error["message"] == f"{named}: cannot be had; change it"
+async def test_a_workers_refusal_names_the_clients_field(text: str) -> None:
+    dispatcher = says("so", context_length=200_000)
+    async with serving(dispatcher=dispatcher) as site:
+        for path, fields, worker, named in OF_WORKERS:
+            said = {name: text for name in ("prompt", "input") if name in SEED[path]}
+            if "messages" in SEED[path]:
+                said["messages"] = [{"role": "user", "content": text}]
+            dispatcher.script = refuses(worker)
+            answer = await site.post(path, **(SEED[path] | said | fields))
+            assert (answer.status, answer.error["message"]) == (400, f"{named}: cannot be had; change it")
             if path != MESSAGES:  # which have no such field
-                assert error["param"] == named
-
-    run(test)
+                assert answer.error["param"] == named
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "starts"),
-    [
-        (CHAT, {"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json: contradicts"),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function: required"),
-        (CHAT, {"tools": [{"type": "web"}]}, "tools[0].type: must be 'function'"),
-        (CHAT, {"tools": [TOOL | {"function": {"name": 7}}]}, "tools[0].function.name: must be a string of 1 to 256 characters, got 7"),
-        (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": 7}]}, "tools[0].parameters: must be an object"),
-        (RESPONSES, {"instructions": "x", "input": [{"role": "user", "content": "hi"}, {"role": "bad", "content": "x"}]}, "input[1].role: must be"),
-        (RESPONSES, {"instructions": "x", "input": [{"content": "hi"}]}, "input[0].role: required"),
-        (RESPONSES, {"input": []}, "input: must hold at least one message"),
-        (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "1", "output": BAD_PART}]}, "input[0].output[1].type: 'video'"),
-        (RESPONSES, {"instructions": "x", "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "ftp://x"}]}]}, "input[0].content[0].type: 'image_url' is not supported: model"),
-        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens: must be >= 1"),
-        (RESPONSES, {"max_output_tokens": 9000}, "max_output_tokens: "),
-        (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type: must be one of"),
-        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema: must be an object"),
-        (MESSAGES, {"stop_sequences": [""]}, "stop_sequences: string 0 has 0 characters"),
-        (MESSAGES, {"messages": [*HI, {"role": "user", "content": [BAD_IMAGE]}]}, "messages[1].content: 'image_url' is not supported: model"),
-        (MESSAGES, {"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name: must be a string"),
-        (MESSAGES, {"tools": [{"name": "f"}], "tool_choice": {"type": "tool"}}, "tool_choice.name: required"),
-        (MESSAGES, {"tools": [{"name": "f"}], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name: must be one of 'f'"),
-        (MESSAGES, {"max_tokens": 9000}, "max_tokens: "),
-        (MESSAGES, {"messages": []}, "messages: "),
-        (EMBEDDINGS, {"input": []}, "input: must not be an empty list"),
-        (EMBEDDINGS, {"input": [1, "a"]}, "input: mixes"),
-        (EMBEDDINGS, {"input": [1 << 30]}, "input: token ids must be"),
-    ],
-)  # fmt: skip
-def test_the_frontends_refusal_names_the_clients_field(
-    path: str, fields: dict[str, Any], starts: str
-) -> None:
-    body = {"model": "tiny"} | SEED[path] | fields
+OF_THE_FRONTEND: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json: contradicts"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function: required"),
+    (CHAT, {"tools": [{"type": "web"}]}, "tools[0].type: must be 'function'"),
+    (CHAT, {"tools": [TOOL | {"function": {"name": 7}}]}, "tools[0].function.name: must be a string of 1 to 256 characters, got 7"),
+    (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": 7}]}, "tools[0].parameters: must be an object"),
+    (RESPONSES, {"instructions": "x", "input": [{"role": "user", "content": "hi"}, {"role": "bad", "content": "x"}]}, "input[1].role: must be"),
+    (RESPONSES, {"instructions": "x", "input": [{"content": "hi"}]}, "input[0].role: required"),
+    (RESPONSES, {"input": []}, "input: must hold at least one message"),
+    (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "1", "output": BAD_PART}]}, "input[0].output[1].type: 'video'"),
+    (RESPONSES, {"instructions": "x", "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "ftp://x"}]}]}, "input[0].content[0].type: 'image_url' is not supported: model"),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens: must be >= 1"),
+    (RESPONSES, {"max_output_tokens": 9000}, "max_output_tokens: "),
+    (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type: must be one of"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema: must be an object"),
+    (MESSAGES, {"stop_sequences": [""]}, "stop_sequences: string 0 has 0 characters"),
+    (MESSAGES, {"messages": [*HI, {"role": "user", "content": [BAD_IMAGE]}]}, "messages[1].content: 'image_url' is not supported: model"),
+    (MESSAGES, {"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name: must be a string"),
+    (MESSAGES, {"tools": [{"name": "f"}], "tool_choice": {"type": "tool"}}, "tool_choice.name: required"),
+    (MESSAGES, {"tools": [{"name": "f"}], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name: must be one of 'f'"),
+    (MESSAGES, {"max_tokens": 9000}, "max_tokens: "),
+    (MESSAGES, {"messages": []}, "messages: "),
+    (EMBEDDINGS, {"input": []}, "input: must not be an empty list"),
+    (EMBEDDINGS, {"input": [1, "a"]}, "input: mixes"),
+    (EMBEDDINGS, {"input": [1 << 30]}, "input: token ids must be"),
+    (EMBEDDINGS, {"input": ""}, "input: is empty; expected at least one token"),
+    (EMBEDDINGS, {"input": "hello " * 3000}, "input: 18000 bytes are at least "),
+    (EMBEDDINGS, {"input": ["a"] * 2049}, "input: at most 2048 inputs are allowed, got 2049; send several requests"),
+    (EMBEDDINGS, {"dimensions": 0}, "dimensions: must be >= 1, got 0"),
+    (EMBEDDINGS, {"encoding_format": "int8"}, "encoding_format: must be one of float, base64, got 'int8'"),
+    (EMBEDDINGS, {"temperature": 1}, "temperature: unknown field"),
+    (EMBEDDINGS, {"input": {"a": 1}}, "input: expected string or array, got object"),
+    (TEXT, {"prompt": [99999999]}, "prompt: token ids must be"),
+    (TEXT, {"max_tokens": 4096}, "max_tokens: "),
+    (TEXT, {"model": "none"}, "model: 'none' does not exist here; models: tiny"),
+    (CHAT, {"max_tokens": -1}, "max_tokens: must be >= 1, got -1"),
+    (CHAT, {"max_tokns": 1}, "max_tokns: unknown field; did you mean 'max_tokens'?"),
+    (CHAT, {"n": 1000}, "n: must be >= 1 and <= 128, got 1000"),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 20_000}]}, "messages: "),
+]  # fmt: skip
+"""A path, fields, and how the refusal starts: with the field."""
 
-    async def test() -> None:
-        async with serving(dispatcher=says("so")) as site, aiohttp.ClientSession() as http:
-            async with http.post(f"http://127.0.0.1:{site.port}{path}", json=body) as answer:
-                said = await answer.json()
-            assert answer.status == 400, said
-            assert said["error"]["message"].startswith(starts)
 
-    run(test)
+async def test_the_frontends_refusal_names_the_clients_field() -> None:
+    async with serving(dispatcher=says("so")) as site:
+        for path, fields, starts in OF_THE_FRONTEND:
+            answer = await site.post(path, **(SEED[path] | fields))
+            assert answer.status == (404 if "model" in fields else 400), (path, fields)
+            assert answer.error["message"].startswith(starts), (path, fields, answer.error)
+            assert answer.error["type"] == "invalid_request_error"
+        assert site.dispatcher.opened == []
 
 
-def test_a_refused_turn_of_a_stored_conversation_is_counted_in_its_own_input() -> None:
+async def test_a_refused_turn_of_a_stored_conversation_is_counted_in_its_own_input() -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
-
-    async def test() -> None:
-        async with serving(dispatcher=says("so")) as site, aiohttp.ClientSession() as http:
-            url = f"http://127.0.0.1:{site.port}{RESPONSES}"
-            async with http.post(url, json={"model": "tiny", "input": "hi"}) as answer:
-                first = (await answer.json())["id"]
-            for text in ("hi", LONG[:70_000]):
-                turn = [{"role": "user", "content": text}, {"role": "user", "content": [image]}]
-                body = {"model": "tiny", "input": turn, "instructions": "x", "previous_response_id": first}
-                async with http.post(url, json=body) as answer:
-                    said = await answer.json()
-                assert said["error"]["param"] == "input[1].content[0].type", said
-
-    run(test)
+    async with serving(dispatcher=says("so")) as site:
+        first = (await site.post(RESPONSES, input="hi")).json["id"]
+        for text in ("hi", LONG[:70_000]):
+            turn = [{"role": "user", "content": text}, {"role": "user", "content": [image]}]
+            said = await site.post(RESPONSES, input=turn, instructions="x", previous_response_id=first)
+            assert said.error["param"] == "input[1].content[0].type", said.error
 
 
-def test_a_large_body_of_tokenize_needs_no_model() -> None:
-    async def test() -> None:
-        async with (
-            serving(dispatcher=says("so", context_length=200_000)) as site,
-            aiohttp.ClientSession() as http,
-            http.post(f"http://127.0.0.1:{site.port}/tokenize", json={"prompt": LONG}) as answer,
-        ):
-            assert answer.status == 200, await answer.text()
-
-    run(test)
+async def test_a_large_body_of_tokenize_needs_no_model() -> None:
+    async with serving(dispatcher=says("so", context_length=200_000)) as site:
+        answer = await site.ask("POST", "/tokenize", json.dumps({"prompt": LONG}).encode())
+        assert answer.status == 200, answer.body

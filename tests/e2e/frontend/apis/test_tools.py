@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from frontend_site import TOKENIZER, run, serving
+from frontend_site import TOKENIZER, serving
 
 from tests.support.tool_talk import PARIS, SAID, says
 
@@ -20,102 +20,72 @@ TOOLS = [
 ]
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 1000])
-def test_calls_and_reasoning_are_streamed(at_once: int) -> None:
-    async def test() -> None:
-        async with serving(dispatcher=says(SAID, at_once=at_once)) as site:
-            stream = await site.client.chat.completions.create(
-                model="tiny", messages=ASK, tools=TOOLS, stream=True
-            )
-            content, reasoning, calls, reasons = "", "", {}, []
-            async for chunk in stream:
-                (choice,) = chunk.choices
-                content += choice.delta.content or ""
-                reasoning += getattr(choice.delta, "reasoning_content", None) or ""
-                for call in choice.delta.tool_calls or []:
-                    known = calls.setdefault(call.index, {"arguments": ""})
-                    if call.id:
-                        known |= {"id": call.id, "name": call.function.name}
-                    known["arguments"] += call.function.arguments
-                reasons += [choice.finish_reason] if choice.finish_reason else []
-            assert (content, reasoning, reasons) == ("I look.", "hm\n", ["tool_calls"])
-            assert [(call["name"], call["arguments"]) for call in calls.values()] == [
-                ("weather", PARIS),
-                ("weather", "{}"),
-            ]
-            assert len({call["id"] for call in calls.values()}) == 2
-
-    run(test)
+@pytest.mark.parametrize("at_once", [1, 1000])
+async def test_calls_and_reasoning_are_streamed(at_once: int) -> None:
+    async with serving(dispatcher=says(SAID, at_once=at_once)) as site:
+        stream = await site.client.chat.completions.create(
+            model="tiny", messages=ASK, tools=TOOLS, stream=True
+        )
+        content, reasoning, calls, reasons = "", "", {}, []
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            content += choice.delta.content or ""
+            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            for call in choice.delta.tool_calls or []:
+                known = calls.setdefault(call.index, {"arguments": ""})
+                if call.id:
+                    known |= {"id": call.id, "name": call.function.name}
+                known["arguments"] += call.function.arguments
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+        assert (content, reasoning, reasons) == ("I look.", "hm\n", ["tool_calls"])
+        assert [(call["name"], call["arguments"]) for call in calls.values()] == [
+            ("weather", PARIS),
+            ("weather", "{}"),
+        ]
+        assert len({call["id"] for call in calls.values()}) == 2
 
 
-def test_a_whole_answer_goes_back_as_history() -> None:
-    async def test() -> None:
-        async with serving(dispatcher=says(SAID)) as site:
-            answer = await site.client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
-            (choice,) = answer.choices
-            assert choice.finish_reason == "tool_calls"
-            assert choice.message.content == "I look."
-            assert choice.message.reasoning_content == "hm\n"
-            assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris é"}
-            said = choice.message.model_dump(exclude_none=True)
-            result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "rain"}
-            await site.client.chat.completions.create(
-                model="tiny", messages=[*ASK, said, result], tools=TOOLS
-            )
-            prompt = TOKENIZER.decode(
-                list(memoryview(site.dispatcher.opened[1].token_ids).cast("i")), skip_special_tokens=False
-            )
-            assert f"I look.<tool_call>{PARIS}</tool_call>" in prompt
-            assert "<think>hm\n</think>" in prompt
-            assert json.dumps(TOOLS, ensure_ascii=False) in prompt
-
-    run(test)
+async def test_a_whole_answer_goes_back_as_history() -> None:
+    async with serving(dispatcher=says(SAID)) as site:
+        answer = await site.client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look."
+        assert choice.message.reasoning_content == "hm\n"
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris é"}
+        said = choice.message.model_dump(exclude_none=True)
+        result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "rain"}
+        await site.client.chat.completions.create(model="tiny", messages=[*ASK, said, result], tools=TOOLS)
+        prompt = TOKENIZER.decode(
+            list(memoryview(site.dispatcher.opened[1].token_ids).cast("i")), skip_special_tokens=False
+        )
+        assert f"I look.<tool_call>{PARIS}</tool_call>" in prompt
+        assert "<think>hm\n</think>" in prompt
+        assert json.dumps(TOOLS, ensure_ascii=False) in prompt
 
 
-def test_with_tool_choice_none_the_text_is_the_users() -> None:
-    async def test() -> None:
-        call = '<tool_call>{"name": "weather"}</tool_call>'
-        async with serving(dispatcher=says(call)) as site:
-            answer = await site.client.chat.completions.create(
-                model="tiny", messages=ASK, tools=TOOLS, tool_choice="none"
-            )
-            assert answer.choices[0].message.content == call
-            assert answer.choices[0].message.tool_calls is None
-            assert answer.choices[0].finish_reason == "stop"
-            assert b"weather" in bytes(answer.model_dump_json(), "utf-8")
-
-    run(test)
+async def test_with_tool_choice_none_the_text_is_the_users() -> None:
+    call = '<tool_call>{"name": "weather"}</tool_call>'
+    async with serving(dispatcher=says(call)) as site:
+        answer = await site.client.chat.completions.create(
+            model="tiny", messages=ASK, tools=TOOLS, tool_choice="none"
+        )
+        assert answer.choices[0].message.content == call
+        assert answer.choices[0].message.tool_calls is None
+        assert answer.choices[0].finish_reason == "stop"
+        assert b"weather" in bytes(answer.model_dump_json(), "utf-8")
 
 
-def test_required_calls_are_what_the_engine_was_made_to_write() -> None:
-    async def test() -> None:
-        async with serving(dispatcher=says(f'[{{"name": "weather", "parameters": {PARIS}}}]')) as site:
-            answer = await site.client.chat.completions.create(
-                model="tiny", messages=ASK, tools=TOOLS, tool_choice="required"
-            )
-            assert answer.choices[0].message.tool_calls[0].function.arguments == PARIS
-            constraint = json.loads(site.dispatcher.opened[0].sampling.structured)
-            assert constraint["json"]["type"] == "array"
-
-    run(test)
+async def test_a_template_without_tools_refuses_them() -> None:
+    async with serving() as site:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await site.client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
+        assert caught.value.param == "tools"
 
 
-def test_a_template_without_tools_refuses_them() -> None:
-    async def test() -> None:
-        async with serving() as site:
-            with pytest.raises(openai.BadRequestError) as caught:
-                await site.client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
-            assert caught.value.param == "tools"
-
-    run(test)
-
-
-def test_tools_of_a_large_body_are_parsed_too() -> None:
-    async def test() -> None:
-        async with serving(dispatcher=says(SAID, context_length=200_000)) as site:
-            long = [{"role": "system", "content": "the quick brown fox " * 4000}, *ASK]
-            answer = await site.client.chat.completions.create(model="tiny", messages=long, tools=TOOLS)
-            assert answer.choices[0].message.tool_calls[0].function.arguments == PARIS
-            assert answer.choices[0].message.reasoning_content == "hm\n"
-
-    run(test)
+async def test_tools_of_a_large_body_are_parsed_too() -> None:
+    async with serving(dispatcher=says(SAID, context_length=200_000)) as site:
+        long = [{"role": "system", "content": "the quick brown fox " * 4000}, *ASK]
+        answer = await site.client.chat.completions.create(model="tiny", messages=long, tools=TOOLS)
+        assert answer.choices[0].message.tool_calls[0].function.arguments == PARIS
+        assert answer.choices[0].message.reasoning_content == "hm\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from frontend_site import HI, SPEAK, Site, chat, http, run, serving
+from frontend_site import HI, SPEAK, Site, chat, http, serving
 
 from penstock.core.types.requests import Delta, Request
 from penstock.frontend.tenants.api_key import hash_of, new_key
@@ -31,140 +31,119 @@ async def figures(site: Site, name: str) -> dict[str, float]:
     return {labels.removeprefix(name): float(value) for labels, value in found}
 
 
-def test_requests_past_a_rate_are_429_and_another_tenant_is_not_touched() -> None:
-    async def test() -> None:
-        async with serving(tenants=tenants(a={"requests_per_s": 0.01}, b={})) as site:
-            assert (await ask(site, "a")).status == 200
-            refused = await ask(site, "a")
-            assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
-            assert refused.error["code"] == "rate_limit_exceeded"
-            assert 90 <= int(refused.headers["retry-after"]) <= 100
-            client = site.client.with_options(api_key="a")
-            with pytest.raises(openai.RateLimitError, match=r"requests_per_s is 0\.01"):
-                await client.chat.completions.create(model="tiny", messages=HI)
-            for _ in range(3):
-                assert (await ask(site, "b")).status == 200
-            answer = await site.ask("GET", "/v1/models", b"", "Authorization: Bearer a")
-            assert answer.status == 200, "only generation counts"
-            assert await figures(site, "penstock_frontend_tenant_refusals_total") == {
-                '{limit="requests_per_s",tenant="a"}': 2
-            }
-
-    run(test)
+async def test_requests_past_a_rate_are_429_and_another_tenant_is_not_touched() -> None:
+    async with serving(tenants=tenants(a={"requests_per_s": 0.01}, b={})) as site:
+        assert (await ask(site, "a")).status == 200
+        refused = await ask(site, "a")
+        assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
+        assert refused.error["code"] == "rate_limit_exceeded"
+        assert 90 <= int(refused.headers["retry-after"]) <= 100
+        client = site.client.with_options(api_key="a")
+        with pytest.raises(openai.RateLimitError, match=r"requests_per_s is 0\.01"):
+            await client.chat.completions.create(model="tiny", messages=HI)
+        for _ in range(3):
+            assert (await ask(site, "b")).status == 200
+        answer = await site.ask("GET", "/v1/models", b"", "Authorization: Bearer a")
+        assert answer.status == 200, "only generation counts"
+        assert await figures(site, "penstock_frontend_tenant_refusals_total") == {
+            '{limit="requests_per_s",tenant="a"}': 2
+        }
 
 
-def test_tokens_are_counted_and_past_them_it_is_429() -> None:
-    async def test() -> None:
-        async with serving(tenants=tenants(a={"tokens_per_min": 100})) as site:
-            answer = await ask(site, "a")
-            usage = json.loads(answer.body)["usage"]
-            counted = await figures(site, "penstock_frontend_tenant_tokens_total")
-            assert counted == {
-                '{kind="prompt",tenant="a"}': usage["prompt_tokens"],
-                '{kind="output",tenant="a"}': usage["completion_tokens"],
-            }
-            number = 1
-            while (answer := await ask(site, "a")).status == 200:
-                number += 1
-                assert number < 50
-            assert usage["total_tokens"] * number > 100 - usage["total_tokens"], "not before they are used"
-            assert answer.status == 429
-            assert "tokens_per_min is 100" in answer.error["message"]
-            assert int(answer.headers["retry-after"]) >= 1
-
-    run(test)
+async def test_tokens_are_counted_and_past_them_it_is_429() -> None:
+    async with serving(tenants=tenants(a={"tokens_per_min": 100})) as site:
+        answer = await ask(site, "a")
+        usage = json.loads(answer.body)["usage"]
+        counted = await figures(site, "penstock_frontend_tenant_tokens_total")
+        assert counted == {
+            '{kind="prompt",tenant="a"}': usage["prompt_tokens"],
+            '{kind="output",tenant="a"}': usage["completion_tokens"],
+        }
+        number = 1
+        while (answer := await ask(site, "a")).status == 200:
+            number += 1
+            assert number < 50
+        assert usage["total_tokens"] * number > 100 - usage["total_tokens"], "not before they are used"
+        assert answer.status == 429
+        assert "tokens_per_min is 100" in answer.error["message"]
+        assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_no_more_than_so_many_requests_are_in_flight_and_a_client_that_leaves_makes_room() -> None:
+async def test_no_more_than_so_many_requests_are_in_flight_and_a_client_that_leaves_makes_room() -> None:
     async def waiting(request: Request) -> AsyncIterator[Delta]:
         if request.tenant == "a":
             await asyncio.sleep(3600)
         async for delta in SPEAK(request):
             yield delta
 
-    async def test() -> None:
-        async with serving(waiting, tenants=tenants(a={"concurrency": 2}, b={"concurrency": 1})) as site:
-            usage = site.frontend.access.tenants._usages["a"]
-            clients = [await site.connect() for _ in range(2)]
-            for _, writer in clients:
-                writer.write(http("POST", CHAT, chat(), "Authorization: Bearer a"))
-            await site.until(lambda: usage.inflight == 2)
-            refused = await ask(site, "a")
-            assert (refused.status, refused.headers["retry-after"]) == (429, "1")
-            assert "2 of its requests are in flight" in refused.error["message"]
-            assert (await ask(site, "b")).status == 200
-            gauge = "penstock_frontend_tenant_inflight_requests"
-            assert await figures(site, gauge) == {'{tenant="a"}': 2, '{tenant="b"}': 0}
-            for _, writer in clients:
-                writer.transport.abort()
-            await site.until(lambda: usage.inflight == 0)
-            site.dispatcher.script = SPEAK
-            assert (await ask(site, "a")).status == 200
-
-    run(test)
+    async with serving(waiting, tenants=tenants(a={"concurrency": 2}, b={"concurrency": 1})) as site:
+        usage = site.frontend.access.tenants.of_key(b"a").usage
+        clients = [await site.connect() for _ in range(2)]
+        for _, writer in clients:
+            writer.write(http("POST", CHAT, chat(), "Authorization: Bearer a"))
+        await site.until(lambda: usage.inflight == 2)
+        refused = await ask(site, "a")
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert "2 of its requests are in flight" in refused.error["message"]
+        assert (await ask(site, "b")).status == 200
+        gauge = "penstock_frontend_tenant_inflight_requests"
+        assert await figures(site, gauge) == {'{tenant="a"}': 2, '{tenant="b"}': 0}
+        for _, writer in clients:
+            writer.transport.abort()
+        await site.until(lambda: usage.inflight == 0)
+        site.dispatcher.script = SPEAK
+        assert (await ask(site, "a")).status == 200
 
 
-def test_prompts_of_tenants_have_salts_of_their_own() -> None:
-    async def test() -> None:
-        configs = tenants(
-            a={}, b={}, c={"cache_salt": "ours"}, d={"cache_salt": "ours"}, e={"cache_salt": ""}
-        )
-        large = chat(metadata={"filler": "x" * 100_000})
-        async with serving(tenants=configs) as site:
-            for body in (b"", chat(cache_salt="mine")):
-                for name in configs:
-                    assert (await ask(site, name, body=body)).status == 200
-            salts = [request.salt for request in site.dispatcher.opened]
-            a, b, c, d, e, a_mine, b_mine, c_mine, d_mine, e_mine = salts
-            assert len({a, b, c, e, a_mine, b_mine, c_mine, e_mine}) == 8
-            assert (c, c_mine) == (d, d_mine)
-            assert e == b"tiny", "an empty one is that of requests without keys"
-            assert len(
-                {request.block_hashes for request in site.dispatcher.opened if request.block_hashes}
-            ) in {0, 8}
-            stolen = chat(cache_salt=a.partition(b"|cache_salt=")[2].decode())
-            await ask(site, "e", body=stolen)
-            assert site.dispatcher.opened[-1].salt == a, "who knows a salt may use it: nobody is told one"
-            assert (await ask(site, "a", body=large)).status == 200
-            assert site.dispatcher.opened[-1].salt == a, "an encoder process has the salt too"
-
-    run(test)
-
-
-def test_a_tenants_priority_is_its_highest() -> None:
-    async def test() -> None:
-        configs = tenants(
-            high={"priority": "high"}, normal={}, low={"priority": "low"}, edge={"trusted": True}
-        )
-        async with serving(tenants=configs) as site:
+async def test_prompts_of_tenants_have_salts_of_their_own() -> None:
+    configs = tenants(a={}, b={}, c={"cache_salt": "ours"}, d={"cache_salt": "ours"}, e={"cache_salt": ""})
+    large = chat(metadata={"filler": "x" * 100_000})
+    async with serving(tenants=configs) as site:
+        for body in (b"", chat(cache_salt="mine")):
             for name in configs:
-                for header in ((), ("X-Priority: high",), ("X-Priority: low",)):
-                    assert (await ask(site, name, *header, "X-Tenant-Id: other")).status == 200
-                await ask(site, name, body=chat(agent_hints={"priority": 7}))
-            got = [(request.tenant, request.priority) for request in site.dispatcher.opened]
-            assert got == [
-                ("high", 1), ("high", 1), ("high", -1), ("high", 7),
-                ("normal", 0), ("normal", 0), ("normal", -1), ("normal", 0),
-                ("low", -1), ("low", -1), ("low", -1), ("low", -1),
-                ("other", 0), ("other", 1), ("other", -1), ("edge", 7),
-            ]  # fmt: skip
+                assert (await ask(site, name, body=body)).status == 200
+        salts = [request.salt for request in site.dispatcher.opened]
+        a, b, c, d, e, a_mine, b_mine, c_mine, d_mine, e_mine = salts
+        assert len({a, b, c, e, a_mine, b_mine, c_mine, e_mine}) == 8
+        assert (c, c_mine) == (d, d_mine)
+        assert e == b"tiny", "an empty one is that of requests without keys"
+        assert len({request.block_hashes for request in site.dispatcher.opened if request.block_hashes}) in {
+            0,
+            8,
+        }
+        stolen = chat(cache_salt=a.partition(b"|cache_salt=")[2].decode())
+        await ask(site, "e", body=stolen)
+        assert site.dispatcher.opened[-1].salt == a, "who knows a salt may use it: nobody is told one"
+        assert (await ask(site, "a", body=large)).status == 200
+        assert site.dispatcher.opened[-1].salt == a, "an encoder process has the salt too"
 
-    run(test)
+
+async def test_a_tenants_priority_is_its_highest() -> None:
+    configs = tenants(high={"priority": "high"}, normal={}, low={"priority": "low"}, edge={"trusted": True})
+    async with serving(tenants=configs) as site:
+        for name in configs:
+            for header in ((), ("X-Priority: high",), ("X-Priority: low",)):
+                assert (await ask(site, name, *header, "X-Tenant-Id: other")).status == 200
+            await ask(site, name, body=chat(agent_hints={"priority": 7}))
+        got = [(request.tenant, request.priority) for request in site.dispatcher.opened]
+        assert got == [
+            ("high", 1), ("high", 1), ("high", -1), ("high", 7),
+            ("normal", 0), ("normal", 0), ("normal", -1), ("normal", 0),
+            ("low", -1), ("low", -1), ("low", -1), ("low", -1),
+            ("other", 0), ("other", 1), ("other", -1), ("edge", 7),
+        ]  # fmt: skip
 
 
-def test_names_that_a_gateway_makes_up_are_no_labels() -> None:
-    async def test() -> None:
-        async with serving(tenants=tenants(edge={"trusted": True, "requests_per_s": 3}, known={})) as site:
-            for name in ("u1", "u2", "known", "u3", "u4"):
-                await ask(site, "edge", f"X-Tenant-Id: {name}")
-            assert [request.tenant for request in site.dispatcher.opened] == ["u1", "u2", "known", "u3"]
-            inflight = await figures(site, "penstock_frontend_tenant_inflight_requests")
-            assert inflight == {'{tenant="edge"}': 0, '{tenant="known"}': 0}
-            assert await figures(site, "penstock_frontend_tenant_refusals_total") == {
-                '{limit="requests_per_s",tenant="edge"}': 1
-            }
-
-    run(test)
+async def test_names_that_a_gateway_makes_up_are_no_labels() -> None:
+    async with serving(tenants=tenants(edge={"trusted": True, "requests_per_s": 3}, known={})) as site:
+        for name in ("u1", "u2", "known", "u3", "u4"):
+            await ask(site, "edge", f"X-Tenant-Id: {name}")
+        assert [request.tenant for request in site.dispatcher.opened] == ["u1", "u2", "known", "u3"]
+        inflight = await figures(site, "penstock_frontend_tenant_inflight_requests")
+        assert inflight == {'{tenant="edge"}': 0, '{tenant="known"}': 0}
+        assert await figures(site, "penstock_frontend_tenant_refusals_total") == {
+            '{limit="requests_per_s",tenant="edge"}': 1
+        }
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 
 import pytest
-from frontend_site import SPEAK, Answer, Site, chat, http, run, serving
+from frontend_site import SPEAK, Answer, Site, chat, http, serving
 from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError
@@ -37,47 +37,39 @@ async def ask(site: Site, files: dict[str, str], body: bytes) -> Answer:
     return Answer(raw)
 
 
-def test_answers_and_streams_come_over_tls_and_plain_http_gets_nothing(tmp_path: Path) -> None:
+async def test_answers_and_streams_come_over_tls_and_plain_http_gets_nothing(tmp_path: Path) -> None:
     files = made(tmp_path, "one")
-
-    async def test() -> None:
-        async with serving(tls=files) as site:
-            assert (await ask(site, files, chat())).status == 200
-            stream = await ask(site, files, chat(stream=True))
-            assert stream.body.rstrip().endswith(b"data: [DONE]") or b"data: [DONE]" in stream.body
-            reader, writer = await site.connect()
-            writer.write(http("GET", "/live"))
-            assert not (await reader.read()).startswith(b"HTTP")
-            writer.close()
-            with pytest.raises(ssl.SSLCertVerificationError):
-                await site.connect(ssl=ssl.create_default_context())
-            old = trusting(files)
-            old.maximum_version = ssl.TLSVersion.TLSv1_2
-            _, writer = await site.connect(ssl=old)
-            assert writer.get_extra_info("ssl_object").version() == "TLSv1.2"
-            writer.close()
-
-    run(test)
+    async with serving(tls=files) as site:
+        assert (await ask(site, files, chat())).status == 200
+        stream = await ask(site, files, chat(stream=True))
+        assert stream.body.rstrip().endswith(b"data: [DONE]") or b"data: [DONE]" in stream.body
+        reader, writer = await site.connect()
+        writer.write(http("GET", "/live"))
+        assert not (await reader.read()).startswith(b"HTTP")
+        writer.close()
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await site.connect(ssl=ssl.create_default_context())
+        old = trusting(files)
+        old.maximum_version = ssl.TLSVersion.TLSv1_2
+        _, writer = await site.connect(ssl=old)
+        assert writer.get_extra_info("ssl_object").version() == "TLSv1.2"
+        writer.close()
 
 
-def test_handshakes_that_stand_still_are_ended_and_delay_nobody(tmp_path: Path) -> None:
+async def test_handshakes_that_stand_still_are_ended_and_delay_nobody(tmp_path: Path) -> None:
     files = made(tmp_path, "one")
-
-    async def test() -> None:
-        async with serving(tls=files, receive={"timeout_s": 0.3}) as site:
-            waiting = [await site.connect() for _ in range(50)]
-            for _, writer in waiting[:25]:
-                writer.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a client's hello
-            assert (await ask(site, files, chat())).status == 200
-            ends = await asyncio.gather(*(reader.read() for reader, _ in waiting), return_exceptions=True)
-            assert all(end == b"" or isinstance(end, ConnectionError) for end in ends), "closed, all of them"
-            for _, writer in waiting:
-                writer.close()
-
-    run(test)
+    async with serving(tls=files, receive={"timeout_s": 0.3}) as site:
+        waiting = [await site.connect() for _ in range(50)]
+        for _, writer in waiting[:25]:
+            writer.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a client's hello
+        assert (await ask(site, files, chat())).status == 200
+        ends = await asyncio.gather(*(reader.read() for reader, _ in waiting), return_exceptions=True)
+        assert all(end == b"" or isinstance(end, ConnectionError) for end in ends), "closed, all of them"
+        for _, writer in waiting:
+            writer.close()
 
 
-def test_a_renewed_certificate_is_used_by_new_connections_and_open_ones_go_on(tmp_path: Path) -> None:
+async def test_a_renewed_certificate_is_used_by_new_connections_and_open_ones_go_on(tmp_path: Path) -> None:
     files, other = made(tmp_path, "one"), made(tmp_path, "two")
     go_on = asyncio.Event()
 
@@ -91,36 +83,33 @@ def test_a_renewed_certificate_is_used_by_new_connections_and_open_ones_go_on(tm
             Path(path).rename(files[kind])
             os.utime(files[kind], ns=(0, len(path)))
 
-    async def test() -> None:
-        first = trusting(files)
-        async with serving(waiting, tls=files) as site:
-            watching = asyncio.create_task(site.server.watch())
-            reader, writer = await site.connect(ssl=first)
-            writer.write(http("POST", "/v1/chat/completions", chat(), "Connection: close"))
-            await site.until(lambda: site.dispatcher.open_streams == 1)
-            replace(other)
-            second = trusting(files)
+    first = trusting(files)
+    async with serving(waiting, tls=files) as site:
+        watching = asyncio.create_task(site.server.watch())
+        reader, writer = await site.connect(ssl=first)
+        writer.write(http("POST", "/v1/chat/completions", chat(), "Connection: close"))
+        await site.until(lambda: site.dispatcher.open_streams == 1)
+        replace(other)
+        second = trusting(files)
 
-            async def renewed() -> bool:
-                try:
-                    _, new = await site.connect(ssl=second)
-                except ssl.SSLError:
-                    return False
-                new.close()
-                return True
+        async def renewed() -> bool:
+            try:
+                _, new = await site.connect(ssl=second)
+            except ssl.SSLError:
+                return False
+            new.close()
+            return True
 
-            async with asyncio.timeout(5 * RELOAD_S):
-                while not await renewed():  # noqa: ASYNC110 - the files are looked at now and then
-                    await asyncio.sleep(0.1)
-            Path(files["certificate"]).write_text("nonsense")  # noqa: ASYNC240
-            site.server._tls.reload()
-            assert await renewed(), "a wrong file changes nothing"
-            go_on.set()
-            assert Answer(await reader.read()).status == 200, "the connection keeps its certificate"
-            writer.close()
-            watching.cancel()
-
-    run(test)
+        async with asyncio.timeout(5 * RELOAD_S):
+            while not await renewed():  # noqa: ASYNC110 - the files are looked at now and then
+                await asyncio.sleep(0.1)
+        Path(files["certificate"]).write_text("nonsense")  # noqa: ASYNC240
+        site.server._tls.reload()
+        assert await renewed(), "a wrong file changes nothing"
+        go_on.set()
+        assert Answer(await reader.read()).status == 200, "the connection keeps its certificate"
+        writer.close()
+        watching.cancel()
 
 
 @pytest.mark.parametrize(
