@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,20 @@ def greedy(demo: Served, question: str, *, is_chat: bool) -> str:
 
 
 def evaluate(
-    folder: Path, demo: Served, model: str, path: str, *flags: str, tokenizer: str = f"tokenizer={MODEL_DIR}"
+    folder: Path,
+    demo: Served,
+    items: Iterable[dict[str, Any]],
+    task: dict[str, Any],
+    *flags: str,
+    model: str = "local-completions",
+    path: str = "/v1/completions",
+    tokenizer: str = f"tokenizer={MODEL_DIR}",
 ) -> dict[str, Any]:
-    """Run the task in `folder`; returns its results."""
+    """Run a task with these items; returns its results."""
+    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    where = {"dataset_path": "json", "dataset_kwargs": {"data_files": str(folder / "items.jsonl")}}
+    whole = {"task": "tiny", "test_split": "train"} | where | task
+    (folder / "tiny.yaml").write_text(json.dumps(whole))  # JSON is YAML
     arguments = f"model={demo.model},base_url={demo.url}{path},{tokenizer},num_concurrent=2,max_retries=1"
     command = ["run", "--model", model, "--tasks", "tiny", "--include_path", str(folder), *flags]
     command += ["--model_args", arguments, "--output_path", str(folder / "out")]
@@ -59,15 +71,8 @@ def test_generated_answers_are_scored(
 ) -> None:
     answers = [greedy(demo, question, is_chat="chat" in path) for question in QUESTIONS]
     answers[-1] = "something else"  # so that one of them is wrong
-    items = [
-        {"question": one, "answer": other.strip()} for one, other in zip(QUESTIONS, answers, strict=True)
-    ]
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    items = ({"question": one, "answer": two.strip()} for one, two in zip(QUESTIONS, answers, strict=True))
     task = {
-        "task": "tiny",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": str(tmp_path / "items.jsonl")},
-        "test_split": "train",
         "output_type": "generate_until",
         "doc_to_text": "{{question}}",
         "doc_to_target": "{{answer}}",
@@ -76,8 +81,8 @@ def test_generated_answers_are_scored(
             {"metric": "exact_match", "ignore_case": False, "regexes_to_ignore": ["^\\s+", "\\s+$"]}
         ],
     }
-    (tmp_path / "tiny.yaml").write_text(json.dumps(task))  # JSON is YAML
-    assert evaluate(tmp_path, demo, model, path, *flags)["exact_match,none"] == 0.75
+    found = evaluate(tmp_path, demo, items, task, *flags, model=model, path=path)
+    assert found["exact_match,none"] == 0.75
 
 
 class Reference:
@@ -107,7 +112,9 @@ class Reference:
 
 CHOICES = [" Yes, it does.", " A worker keeps KV.", " zebra zebra", " The router."]
 TOKENIZERS = pytest.mark.parametrize(
-    "tokenizer", [f"tokenizer={MODEL_DIR}", "tokenizer_backend=remote"], ids=["local", "remote"]
+    "tokenizer",
+    [f"tokenizer={MODEL_DIR}", pytest.param("tokenizer_backend=remote", marks=pytest.mark.nightly)],
+    ids=["local", "remote"],
 )
 
 
@@ -127,15 +134,8 @@ def test_multiple_choice_is_decided_as_by_the_model_itself(
         ]
         chosen.append(likely.index(max(likely)))
     chosen[-1] = (chosen[-1] + 1) % len(CHOICES)  # so that one of them is wrong
-    items = [
-        {"question": question, "answer": answer} for question, answer in zip(QUESTIONS, chosen, strict=True)
-    ]
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    items = ({"question": one, "answer": answer} for one, answer in zip(QUESTIONS, chosen, strict=True))
     task = {
-        "task": "tiny",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": str(tmp_path / "items.jsonl")},
-        "test_split": "train",
         "output_type": "multiple_choice",
         "doc_to_text": "{{question}}",
         "doc_to_choice": CHOICES,
@@ -143,8 +143,7 @@ def test_multiple_choice_is_decided_as_by_the_model_itself(
         "target_delimiter": "",
         "metric_list": [{"metric": "acc"}],
     }
-    (tmp_path / "tiny.yaml").write_text(json.dumps(task))
-    found = evaluate(tmp_path, demo, "local-completions", "/v1/completions", tokenizer=tokenizer)
+    found = evaluate(tmp_path, demo, items, task, tokenizer=tokenizer)
     assert found["acc,none"] == 0.75
 
 
@@ -154,19 +153,13 @@ def test_multiple_choice_is_decided_as_by_the_model_itself(
 def test_perplexity_is_the_models_own(demo: Served, tmp_path: Path, tokenizer: str) -> None:
     reference = Reference()
     texts = [" ".join(QUESTIONS), " ".join(["A router sends each request to a worker."] * 20), "Penstock"]
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     task = {
-        "task": "tiny",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": str(tmp_path / "items.jsonl")},
-        "test_split": "train",
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
         "doc_to_target": "{{text}}",
         "metric_list": [{"metric": "bits_per_byte"}],
     }
-    (tmp_path / "tiny.yaml").write_text(json.dumps(task))
-    found = evaluate(tmp_path, demo, "local-completions", "/v1/completions", tokenizer=tokenizer)
+    found = evaluate(tmp_path, demo, ({"text": text} for text in texts), task, tokenizer=tokenizer)
     nats = -sum(reference.loglikelihood(reference.prefix(), reference.ids(text)) for text in texts)
     num_bytes = sum(len(text.encode()) for text in texts)
     assert found["bits_per_byte,none"] == pytest.approx(

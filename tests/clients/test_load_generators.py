@@ -15,7 +15,10 @@ REQUESTS, TOKENS = 6, 8
 
 @pytest.mark.slow
 @pytest.mark.needs("aiperf clients")
-@pytest.mark.parametrize("endpoint", ["chat", "responses", "messages"])
+@pytest.mark.parametrize(
+    "endpoint",
+    ["chat", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("responses", "messages"))],
+)
 def test_aiperf(demo: Served, tmp_path: Path, endpoint: str) -> None:
     flags = {
         "model": demo.model,

@@ -292,34 +292,6 @@ async def test_a_message_that_is_too_long_is_lost_and_does_not_end_it(
         await until(lambda: name(99) in watcher.held)
 
 
-def test_blocks_left_out_are_told_at_times(address: PublisherAddress) -> None:
-    orphan = stored(7) | {"parent_block_hash": 99}
-
-    async def scenario() -> None:
-        async with publishing(address, kind=Publisher) as publisher, watching(address) as watcher:
-            for _ in range(20):
-                await publisher.send(orphan)
-            await publisher.store(1)
-            await watcher.holds(1)
-            assert watcher.counts() == {Omission.UNKNOWN_PARENT: 20}
-
-    with capture_logs() as logs:
-        asyncio.run(scenario())
-    told = [line["unknown_parent"] for line in logs if line["event"] == "kv_events_left_out"]
-    assert told == [1, 10]
-
-
-async def test_many_messages_arrive_in_order_and_others_get_their_turn(address: PublisherAddress) -> None:
-    async with publishing(address, keep=4000, kind=Publisher) as publisher, watching(address) as watcher:
-        await publisher.store(0)
-        await watcher.holds(0)
-        for root in range(1, 3000):
-            await publisher.send(stored(root), removed(root - 1))
-        await watcher.holds(2999)
-        assert watcher.subscriber.batches == 3000
-        assert watcher.subscriber.num_blocks == 1
-
-
 def pushed(flood: Any, number: int) -> bool:
     """Send a MiB, unless there is no room on the way."""
     try:
@@ -391,14 +363,3 @@ def test_addresses_are_checked(endpoint: str) -> None:
         KvEventSubscriber(
             PublisherAddress(endpoint=endpoint), block_size=SIZE, salt_of=HexSalts(), publish=lambda _: None
         )
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "bound"),
-    [
-        ("tcp://*:5557", True), ("tcp://[::]:5557", True), ("tcp://[2001:db8::5]:5557", False), ("tcp://10.0.0.1:5557", False),
-        ("ipc:///tmp/a::*", False),
-    ],
-)  # fmt: skip
-def test_only_addresses_of_any_host_are_bound(endpoint: str, *, bound: bool) -> None:
-    assert subscriber._is_bound(endpoint) is bound

@@ -14,7 +14,7 @@ MODEL = KvLayout(
 )
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.nightly)])
 async def test_blocks_of_two_ranks_become_those_of_four(transport):
     config = TransferConfig(listen=("unix",), transports=(transport,))
     router = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))

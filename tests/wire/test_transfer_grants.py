@@ -224,18 +224,3 @@ async def test_an_answer_that_is_none_leaves_no_descriptor(data, sends_fd, error
         with pytest.raises(error):
             await request_over(ours, GrantRequest(transport="x"))
     assert descriptors() == before
-
-
-async def test_a_cancelled_request_leaves_no_descriptor():
-    before = descriptors()
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    with ours, theirs:
-        asking = asyncio.ensure_future(request_over(ours, GrantRequest(transport="x")))
-        await asyncio.sleep(0.01)
-        socket.send_fds(theirs, [framed(encode(Grant(has_descriptor=True)))[:5]], [0])
-        await asyncio.sleep(0.01)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-    assert descriptors() == before

@@ -171,15 +171,3 @@ async def test_the_kernel_says_which_process_a_peer_is_and_not_the_peer():
         peer = await agent.connect(metadata[:4] + msgspec.msgpack.encode(lie))
         assert peer.link.peer_pid == 0, "over TCP it does not know"
         assert "over TCP the kernel does not say" in peer.unreachable["shm"]
-
-
-async def test_a_stream_of_a_link_that_this_side_opened_is_refused():
-    """Only who initiates opens streams; the owner knows the key, too."""
-    async with TransferAgent("a", SOCKETS) as agent, TransferAgent("b", SOCKETS) as other:
-        await agent.connect(other.metadata())
-        (link,) = agent._connections._links.values()
-        assert link.initiated
-        endpoint = Endpoint("unix", agent.identity.token)
-        for link_id in range(4):
-            with pytest.raises(PeerLost, match="refuses a stream"):
-                await endpoint.open_stream(link_id, link.stream_key, "tcp", 1.0)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from penstock.core.errors import PeerLost, TransferCancelled, TransferRefused
+from penstock.core.errors import TransferCancelled, TransferRefused
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.tcp_config import TcpConfig
 from tests.support.until import until
@@ -100,24 +100,6 @@ async def test_what_is_beyond_the_owners_bounds_waits_in_order(op):
         assert np.array_equal(both.here, both.there)
 
 
-async def test_many_small_ones_wait_for_the_window():
-    async with two(window=4) as both:
-        size = 1000
-        handles = [
-            both.agent.post(
-                WRITE, both.local.ranges(index * size, size), both.owned.ranges(index * size, size), both.peer
-            )
-            for index in range(300)
-        ]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert len(both.channel._exchanges) == 4
-        for handle in handles:
-            await handle.wait()
-        assert np.array_equal(both.here[: 300 * size], both.there[: 300 * size])
-        assert not both.channel._exchanges
-
-
 async def test_a_cancelled_transfer_leaves_others_alone():
     async with two(streams=3) as both:
         handles = [both.post(WRITE, index) for index in range(PARTS)]
@@ -184,15 +166,3 @@ async def test_an_idle_stream_that_ends_is_replaced():
         assert not both.session()._streams
         await both.post(WRITE, 1).wait()
         assert np.array_equal(both.here[: 2 * PART], both.there[: 2 * PART])
-
-
-async def test_a_lost_link_takes_its_streams_along():
-    async with two() as both:
-        await both.post(WRITE, 0).wait()
-        handle = both.post(READ, 1)
-        await asyncio.sleep(0)
-        both.peer.link.channel.abort("the test pulls the plug")
-        with pytest.raises(PeerLost):
-            await handle.wait()
-        await until(lambda: not both.streams(both.owner))
-        assert not both.streams(both.agent)

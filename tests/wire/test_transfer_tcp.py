@@ -199,28 +199,6 @@ async def test_what_may_not_be_reached_is_refused(ask, wrong):
         assert scene.untouched()
 
 
-@pytest.mark.parametrize("ask", ["put", "write"])
-async def test_what_is_read_only_is_not_written(ask):
-    async with rogue_asks() as scene:
-        await scene.rogue.ready_stream()
-        shown = scene.honest.register(bytes(KIB), "shown")
-        ranges = PackedRanges.pack(shown.ranges(), {shown.region_id: shown.write_key})
-        scene.rogue.say(_ASKS[ask](ranges))
-        assert "read-only" in (await scene.rogue.hear(Ended)).error.message
-
-
-@pytest.mark.parametrize("ask", _ASKS)
-async def test_a_region_that_is_gone_is_refused(ask):
-    async with rogue_asks() as scene:
-        await scene.rogue.ready_stream()
-        ranges = scene.packed()
-        await scene.honest.deregister(scene.region)
-        scene.rogue.say(_ASKS[ask](ranges))
-        assert "not registered" in (await scene.rogue.hear(Ended)).error.message
-        assert scene.untouched()
-        scene.register()
-
-
 def _get(regions=(1,), keys=(b"",), offsets=bytes(8), lengths=bytes(8), of=b""):
     ranges = PackedRanges(regions=regions, keys=keys, offsets=offsets, lengths=lengths, of=of)
     return lambda _scene: Get(exchange=1, ranges=ranges)

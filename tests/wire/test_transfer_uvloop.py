@@ -12,7 +12,7 @@ from penstock.transfer import TransferAgent, TransferConfig, TransferOp
 SIZE = 8 << 20
 
 
-@pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "unix"])
+@pytest.mark.parametrize("listen", ["unix", pytest.param("tcp://127.0.0.1:0", marks=pytest.mark.nightly)])
 def test_everything_works_on_uvloop(listen):
     config = TransferConfig(listen=(listen,), transports=("tcp",))
 

@@ -134,14 +134,6 @@ async def test_stop_strings_across_chunks_and_their_usage() -> None:
         assert site.dispatcher.cancelled == 1
 
 
-async def test_tokens_that_arrive_together_are_one_chunk() -> None:
-    async with serving(speak(IDS, at_once=len(IDS))) as site:
-        answer = await site.ask("POST", "/v1/completions", b'{"model":"tiny","prompt":"x","stream":true}')
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        assert answer.body.count(b"data: ") == 2
-        assert b"data: [DONE]\n\n" in answer.body
-
-
 async def test_a_request_reaches_the_dispatcher_as_it_was_meant() -> None:
     async with serving() as site:
         await site.client.chat.completions.create(

@@ -131,8 +131,8 @@ async def test_an_expectation_that_cannot_be_met_is_417_with_an_id() -> None:
 
 
 async def test_a_huge_prompt_that_might_fit_is_tokenized_and_refused() -> None:
-    dispatcher = ScriptedDispatcher(SPEAK, [tiny_card(context_length=200_000)])
+    dispatcher = ScriptedDispatcher(SPEAK, [tiny_card(context_length=20_000)])
     async with serving(dispatcher=dispatcher) as site:
-        huge = chat(messages=[{"role": "user", "content": "the lazy dog, é 1 " * 60_000}])
+        huge = chat(messages=[{"role": "user", "content": "the lazy dog, é 1 " * 6_000}])
         answer = await site.ask("POST", "/v1/chat/completions", huge)
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")

@@ -95,8 +95,7 @@ def test_a_frontend_sees_its_peers_requests_and_they_go_with_its_peer(deploy):
         assert not any(workers[name]["open_requests"] for name in WORKERS), "none of them are its own"
 
         psutil.Process(theirs).kill()
-        gone_s = await site.until(lambda: sees(my_connection, requests=0, prefill_tokens=0))
-        assert gone_s < 5.0, "a worker hears at once that a process is gone"
+        await site.until(lambda: sees(my_connection, requests=0, prefill_tokens=0))
         for connection in (*streams, my_connection, their_connection):
             connection.close()
         assert (await site.tell("Are you still there?", max_tokens=4))[1].completion_tokens == 4

@@ -18,6 +18,7 @@ from penstock.frontend.limits.access import Access
 from penstock.frontend.tenants.api_key import hash_of
 from penstock.frontend.tenants.key_file import TenantConfig
 from penstock.frontend.tenants.tenants import Tenants
+from penstock.frontend.watch.overview import Supervisor
 from tests.support.dispatcher import Script, ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_tokenizer_json
 
@@ -99,7 +100,8 @@ class Answer:
 
 
 def http(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: test", *headers]
+    host = [] if any(header.startswith("Host:") for header in headers) else ["Host: test"]
+    lines = [f"{method} {path} HTTP/1.1", *host, *headers]
     if body and not any(header.lower().startswith(("content-length", "transfer")) for header in headers):
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode() + body
@@ -122,6 +124,7 @@ async def serving(
     script: Script = SPEAK,
     dispatcher: ScriptedDispatcher | None = None,
     tenants: Mapping[str, TenantConfig] | None = None,
+    supervisor: Supervisor | None = None,
     **config,
 ) -> AsyncIterator[Site]:
     dispatcher = dispatcher or ScriptedDispatcher(script)
@@ -131,7 +134,7 @@ async def serving(
         hash_key=bytes(16),
         access=Access(tenants=Tenants(tenants or {}, secret=bytes(16)), admin_token=TOKEN),
     )
-    server = FrontendServer(frontend)
+    server = FrontendServer(frontend, supervisor=supervisor)
     _, port = await server.start()
     site = Site(dispatcher, frontend, server, port)
     try:

@@ -139,6 +139,7 @@ def test_it_is_usable_by_keyboard_and_screen_reader_in_both_themes(deploy):
     deploy(scenario, timeout_s=240, **demo())
 
 
+@pytest.mark.nightly
 @pytest.mark.needs("node clients")
 def test_every_section_is_sound_when_full(deploy):
     async def scenario(site):

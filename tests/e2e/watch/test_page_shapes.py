@@ -46,8 +46,17 @@ def hostile():
     )
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("count", [0, 1, 8, 200])
+@pytest.mark.parametrize(
+    ("count", "width"),
+    [
+        (8, 390),
+        (200, 1280),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in ((0, 390), (0, 1280), (1, 390), (200, 390))
+        ),
+    ],
+)
 def test_it_fits_the_screen_whatever_the_deployment_has(count, width):
     with page_site(fleet(count) if count else snapshots.body(**NOTHING)) as site, Page(width=width) as page:
         page.open(site.url)
@@ -61,7 +70,7 @@ def test_it_fits_the_screen_whatever_the_deployment_has(count, width):
         assert page.problems == []
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.nightly)])
 def test_names_are_text(width):
     with page_site(hostile()) as site, Page(width=width) as page:
         page.open(site.url)

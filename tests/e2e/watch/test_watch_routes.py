@@ -5,14 +5,12 @@ import json
 
 import msgspec
 import pytest
-from frontend_site import ADMIN, Answer, chat, of_keys, serving
+from frontend_site import ADMIN, chat, http, of_keys, serving
 
 from penstock.core.errors import Unavailable
 from penstock.frontend.config import PageConfig
-from penstock.frontend.http.server import FrontendServer
 from penstock.frontend.watch import feed
 from penstock.frontend.watch.overview import Overview
-from tests.support.dispatcher import ScriptedDispatcher
 
 OWN = ("Host: 127.0.0.1:8000", "X-Penstock-Page: kill")
 
@@ -101,62 +99,59 @@ async def test_other_sites_may_not_watch_whatever_the_api_allows():
 )
 async def test_only_the_own_page_kills(headers, status):
     supervisor = FakeSupervisor()
-    async with serving_with(supervisor, page=PageConfig(kills_workers=True)) as ask:
-        answer = await ask("POST", "/watch/workers/worker-1/kill", *headers)
+    async with serving(supervisor=supervisor, page=PageConfig(kills_workers=True)) as site:
+        answer = await site.ask("POST", "/watch/workers/worker-1/kill", b"", *headers)
         assert answer.status == status, answer.body
         assert supervisor.killed == (["worker-1"] if status == 204 else [])
 
 
 async def test_nobody_kills_where_that_is_not_configured():
     supervisor = FakeSupervisor()
-    async with serving_with(supervisor) as ask:
-        answer = await ask("POST", "/watch/workers/worker-1/kill", *OWN)
+    async with serving(supervisor=supervisor) as site:
+        answer = await site.ask("POST", "/watch/workers/worker-1/kill", b"", *OWN)
         assert answer.status == 403
         assert "frontend.page.kills_workers" in answer.error["message"]
         assert supervisor.killed == []
 
 
-async def test_watchers_share_snapshots_are_few_and_end_with_the_server(monkeypatch):
+async def watch(site):
+    """Watch until the first snapshot came; gives None where the server refuses."""
+    reader, writer = await site.connect()
+    writer.write(http("GET", "/watch/events"))
+    if b" 200 " not in await reader.readline():
+        writer.close()
+        return None
+    await reader.readuntil(b"data: ")
+    assert json.loads(await reader.readline())["models"] == ["tiny"]
+    return reader, writer
+
+
+async def test_watchers_are_few_and_end_with_the_server(monkeypatch):
     monkeypatch.setattr(feed, "WATCHERS_MAX", 2)
-    taken = 0
-
-    async def counted(frontend, supervisor):
-        nonlocal taken
-        taken += 1
-        return await take(frontend, supervisor)
-
-    take = feed.take_snapshot
-    monkeypatch.setattr(feed, "take_snapshot", counted)
-    async with serving() as site:
+    supervisor = FakeSupervisor()
+    async with serving(supervisor=supervisor) as site:
         await site.ask("POST", "/v1/chat/completions", chat())
-        assert taken == 0, "nobody watches"
-        readers = []
-        for _ in range(2):
-            reader, writer = await site.connect()
-            writer.write(b"GET /watch/events HTTP/1.1\r\nHost: test\r\n\r\n")
-            assert b" 200 " in await reader.readline()
-            await reader.readuntil(b"data: ")
-            snapshot = json.loads(await reader.readline())
-            assert snapshot["models"] == ["tiny"]
-            readers.append((reader, writer))
-        assert taken <= 2, "the second one has the first one's snapshot, unless a second has passed"
+        assert supervisor.asked == 0, "nobody watches"
+        first, second = [await watch(site) for _ in range(2)]
         refused = await site.ask("GET", "/watch/events")
         assert refused.status == 503
         assert "2 watch this server already" in refused.error["message"]
-        readers[0][1].close()
-        await site.until(lambda: site.server._surface._watch._feed.watchers == 1)
+        first[1].close()
+        while (third := await watch(site)) is None:  # noqa: ASYNC110 - the server notices a little later
+            await asyncio.sleep(0.01)
         closing = asyncio.ensure_future(site.server.close())
-        await readers[1][0].read()  # it ends
+        for reader, writer in (second, third):
+            await reader.read()  # it ends
+            writer.close()
         await closing
-        readers[1][1].close()
 
 
 async def test_a_supervisor_that_does_not_answer_is_an_alert_and_no_failure(monkeypatch):
     monkeypatch.setattr(feed, "INTERVAL_S", 0.0)
-    async with serving_with(FakeSupervisor()) as ask:
-        first = json.loads((await ask("GET", "/watch/snapshot")).body)
+    async with serving(supervisor=FakeSupervisor()) as site:
+        first = (await site.ask("GET", "/watch/snapshot")).json
         assert first["overview"]["arrivals_per_s"] == 2.5
-        second = json.loads((await ask("GET", "/watch/snapshot")).body)
+        second = (await site.ask("GET", "/watch/snapshot")).json
         assert second["overview"] is None
         assert any("it restarts" in alert["text"] for alert in second["alerts"])
 
@@ -167,36 +162,3 @@ async def test_the_way_of_one_answer_is_told():
         told = await site.ask("GET", f"/watch/requests/{answered['id']}")
         assert msgspec.json.decode(told.body)["journeys"][0]["request_id"].startswith(answered["id"])
         assert (await site.ask("GET", "/watch/requests/none")).status == 404
-
-
-class serving_with:  # noqa: N801 - used as a function
-    """Serve with a supervisor; gives a function that asks."""
-
-    def __init__(self, supervisor, **config):
-        self._supervisor = supervisor
-        self._site = serving(dispatcher=ScriptedDispatcher(None), **config)
-
-    async def __aenter__(self):
-        site = await self._site.__aenter__()
-        self._server = FrontendServer(site.frontend, supervisor=self._supervisor)
-        _, site.port = await self._server.start()
-
-        async def ask(method, path, *headers):
-            named = any(header.startswith("Host:") for header in headers)
-            reader, writer = await site.connect()
-            lines = [
-                f"{method} {path} HTTP/1.1",
-                *([] if named else ["Host: test"]),
-                "Connection: close",
-                *headers,
-            ]
-            writer.write("\r\n".join([*lines, "", ""]).encode())
-            raw = await reader.read()
-            writer.close()
-            return Answer(raw)
-
-        return ask
-
-    async def __aexit__(self, *error):
-        await self._server.close()
-        await self._site.__aexit__(*error)

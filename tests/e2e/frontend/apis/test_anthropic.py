@@ -1,7 +1,5 @@
 """The Anthropic API through its own client, whole and streamed."""
 
-import json
-
 import anthropic
 import pytest
 from frontend_site import HI, IDS, TEXT, TOKENIZER, Site, of_keys, serving
@@ -10,7 +8,7 @@ from penstock.core.types.requests import FinishReason
 from penstock.core.wire import token_list
 from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card
-from tests.support.tool_talk import FILES, PARIS, SAID, says
+from tests.support.tool_talk import FILES
 
 TOOLS = [{"name": "weather", "description": "tells it", "input_schema": {"type": "object", "properties": {}}}]
 
@@ -42,30 +40,6 @@ async def test_a_message_is_answered_whole_and_streamed() -> None:
         assert final.usage.output_tokens == whole.usage.output_tokens
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_thinking_and_tool_calls_are_blocks(stream: bool) -> None:
-    async with serving(dispatcher=says(SAID)) as site, client(site) as api:
-        asked = {"model": "tiny", "max_tokens": 500, "messages": HI, "tools": TOOLS}
-        if stream:
-            async with api.messages.stream(**asked) as events:
-                message = await events.get_final_message()
-        else:
-            message = await api.messages.create(**asked)
-        thinking, text, first, second = message.content
-        assert (thinking.type, thinking.thinking) == ("thinking", "hm\n")
-        assert (text.type, text.text) == ("text", "I look.")
-        assert (first.type, first.name, first.input) == ("tool_use", "weather", json.loads(PARIS))
-        assert (second.input, message.stop_reason) == ({}, "tool_use")
-        said = {"role": "assistant", "content": [block.model_dump() for block in message.content]}
-        result = {
-            "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": first.id, "content": "rain"}],
-        }
-        await api.messages.create(**asked | {"messages": [*HI, said, result]})
-        assert f"I look.<tool_call>{PARIS}</tool_call>" in prompt_of(site)
-        assert "<|tool|>rain" in prompt_of(site)
-
-
 async def test_stop_sequences_and_lengths_are_told() -> None:
     async with serving() as site, client(site) as api:
         stopped = await api.messages.create(
@@ -78,13 +52,6 @@ async def test_stop_sequences_and_lengths_are_told() -> None:
     async with serving(dispatcher=dispatcher) as site, client(site) as api:
         cut = await api.messages.create(model="tiny", max_tokens=len(IDS), messages=HI)
         assert cut.stop_reason == "max_tokens"
-
-
-async def test_an_assistants_last_message_goes_on() -> None:
-    async with serving() as site, client(site) as api:
-        said = [*HI, {"role": "assistant", "content": "It is {"}]
-        await api.messages.create(model="tiny", max_tokens=50, messages=said)
-        assert prompt_of(site).endswith("<|assistant|>It is {")
 
 
 async def test_tokens_are_counted() -> None:

@@ -17,183 +17,11 @@ from frontend_site import Site, serving
 
 from tests.support.tool_talk import SAID, agent, says
 
+DATA = Path(__file__).parents[3] / "data"
 BODIES = 2000
 BIG_BYTES = 10 << 20
-CHAT: dict[str, Any] = {
-    "model": "tiny",
-    "messages": [
-        {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
-        {"role": "user", "content": "hello"},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "hm",
-            "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-            ],
-        },
-        {"role": "tool", "tool_call_id": "1", "content": "rain"},
-    ],
-    "tools": [
-        {
-            "type": "function",
-            "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
-        }
-    ],
-    "tool_choice": "auto",
-    "max_tokens": 9,
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "seed": 1,
-    "stop": ["x"],
-    "n": 2,
-    "logprobs": True,
-    "top_logprobs": 2,
-    "stream_options": {"include_usage": True},
-    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
-    "chat_template_kwargs": {"enable_thinking": True},
-    "session": {"id": "s", "action": "open", "ttl_s": 5},
-    "agent_hints": {"priority": 1, "osl": 5},
-    "kv_retention": {"priority": 2},
-    "reasoning_effort": "low",
-}
-SEEDS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": {
-        "model": "tiny",
-        "prompt": ["the quick", "fox"],
-        "max_tokens": 5,
-        "logprobs": 1,
-        "stop": "a",
-    },
-    "/v1/responses": {
-        "model": "tiny",
-        "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
-            {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "1", "output": "rain"},
-            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
-        ],
-        "instructions": "be brief",
-        "tools": [{"type": "function", "name": "weather", "parameters": {}}],
-        "reasoning": {"effort": "low"},
-        "text": {"format": {"type": "json_schema", "schema": {}}},
-        "max_output_tokens": 5,
-    },
-    "/v1/messages": {
-        "model": "tiny",
-        "max_tokens": 9,
-        "system": [{"type": "text", "text": "be brief"}],
-        "messages": [
-            {"role": "user", "content": "hi"},
-            {
-                "role": "assistant",
-                "content": [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}],
-            },
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "a"}]}
-                ],
-            },
-        ],
-        "tools": [{"name": "weather", "input_schema": {"type": "object"}}],
-        "tool_choice": {"type": "any"},
-        "thinking": {"type": "enabled", "budget_tokens": 100},
-        "stop_sequences": ["x"],
-    },
-    "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},
-    "/tokenize": {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "hi"}],
-        "add_generation_prompt": True,
-    },
-    "/detokenize": {"model": "tiny", "tokens": [5, 6, 7]},
-    "/v1/embeddings": {
-        "model": "tiny",
-        "input": ["the quick", "fox"],
-        "encoding_format": "base64",
-        "dimensions": 1,
-        "priority": 1,
-        "cache_salt": "a",
-    },
-    "/v1/batches": {
-        "input_file_id": "file-1",
-        "endpoint": "/v1/embeddings",
-        "completion_window": "24h",
-        "metadata": {"a": "b"},
-    },
-}
-HI = [{"role": "user", "content": "hi"}]
-TOOL_SCHEMA = {
-    "type": "object",
-    "$defs": {"a": {"type": "string"}},
-    "properties": {"x": {"$ref": "#/$defs/a"}, "y": {"items": {"enum": ["a", "b"]}}},
-    "required": ["x"],
-}
-MORE: list[tuple[str, dict[str, Any]]] = [
-    (
-        "/v1/chat/completions",
-        {
-            "messages": HI,
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {"name": "weather", "strict": True, "parameters": TOOL_SCHEMA},
-                }
-            ],
-            "tool_choice": "required",
-            "parallel_tool_calls": False,
-        },
-    ),
-    (
-        "/v1/chat/completions",
-        {
-            "messages": HI,
-            "structured_outputs": {"regex": "[a-z]{3}"},
-            "logit_bias": {"5": 1.5},
-            "allowed_token_ids": [5, 6, 7],
-            "bad_words": ["x"],
-            "stop_token_ids": [3],
-            "min_tokens": 1,
-            "top_k": 5,
-            "min_p": 0.1,
-            "repetition_penalty": 1.1,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "cache_salt": "s",
-            "nvext": {"annotations": ["token_ids"], "agent_hints": {"osl": 3}},
-        },
-    ),
-    (
-        "/v1/chat/completions",
-        {
-            "messages": [*HI, {"role": "assistant", "content": [{"type": "text", "text": "so"}]}],
-            "continue_final_message": True,
-            "add_generation_prompt": False,
-            "documents": [{"title": "a", "text": "b"}],
-            "prompt_logprobs": 1,
-        },
-    ),
-    ("/v1/completions", {"prompt": [5, 6, 7], "continuation": {"num_emitted": 1, "choice": 0}, "seed": 1}),
-    (
-        "/v1/completions",
-        {"prompt": [[5, 6], [7]], "max_tokens": 0, "echo": True, "logprobs": 2, "n": 2, "best_of": 2},
-    ),
-    ("/v1/completions", {"prompt": "x", "guided_json": TOOL_SCHEMA}),
-    ("/v1/completions", {"prompt": "x", "guided_grammar": 'root ::= "a" | "b"'}),
-    (
-        "/v1/messages",
-        {
-            "max_tokens": 4,
-            "messages": HI,
-            "tools": [{"name": "weather", "input_schema": TOOL_SCHEMA}],
-            "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
-        },
-    ),
-    ("/tokenize", {"prompt": "x", "add_special_tokens": True}),
-]
-"""Bodies with other fields than those of `SEEDS`; each gets its model."""
+SEEDS: list[tuple[str, dict[str, Any]]] = json.loads((DATA / "sound_bodies.json").read_text())
+"""Sound bodies with their paths; the first of each path has most of its fields."""
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 3.5, 4.0, 1e308, -1e-300, 1 << 31, 1 << 63, -(1 << 64), "", "x", "auto", "none", "\x00", "\ud7ff",
@@ -202,11 +30,6 @@ VALUES: list[Any] = [
     "(a+)+$", "[a-z]{1,100000}", 'root ::= root "a"', {"$ref": "#"}, {"$defs": 5}, {"$defs": [1]}, {"type": []}, {"enum": list(range(2000))},
     {"properties": {"a": {"$ref": 5}}}, "data:image/png;base64,", "http://169.254.169.254/",
 ]  # fmt: skip
-
-
-def seeds() -> list[tuple[str, dict[str, Any]]]:
-    """Give sound bodies with their paths."""
-    return [*SEEDS.items(), *((path, {"model": "tiny"} | fields) for path, fields in MORE)]
 
 
 def places(node: Any) -> list[tuple[Any, Any]]:
@@ -261,8 +84,8 @@ async def tried(folder: Path, **config: Any) -> AsyncIterator[tuple[Site, aiohtt
         form = aiohttp.FormData({"purpose": "batch"})
         form.add_field("file", b'{"custom_id": "1"}', filename="in.jsonl")
         async with http.post("/v1/files", data=form) as answer:
-            SEEDS["/v1/batches"]["input_file_id"] = (await answer.json())["id"]
-        for path, seed in seeds():
+            dict(SEEDS)["/v1/batches"]["input_file_id"] = (await answer.json())["id"]
+        for path, seed in SEEDS:
             async with http.post(path, json=seed) as answer:
                 assert answer.status == 200, (path, seed, await answer.text())
         yield site, http
@@ -320,7 +143,7 @@ async def test_damaged_bodies_are_answered_or_refused(tmp_path: Path) -> None:
     statuses: dict[int, int] = {}
     async with tried(tmp_path) as (_, http):
         for _ in range(BODIES):
-            path, seed = rng.choice(seeds())
+            path, seed = rng.choice(SEEDS)
             streams = rng.random() < 0.3 and path in GENERATING
             status = await status_of(http, path, mutated(rng, dict(seed, stream=True) if streams else seed))
             statuses[status] = statuses.get(status, 0) + 1
@@ -360,7 +183,7 @@ async def test_ten_megabytes_are_answered_or_refused(
     """Each route gets one of the fillings, in turn; every night all of them."""
     large = fillings()
     async with tried(tmp_path, body_bytes_max=body_bytes_max) as (_, http):
-        for route, (path, seed) in enumerate(SEEDS.items()):
+        for route, (path, seed) in enumerate(dict(reversed(SEEDS)).items()):
             for number in range(route, route + a_route):
                 raw = filled(seed, number % len(large), large[number % len(large)])
                 status = await status_of(http, path, raw)

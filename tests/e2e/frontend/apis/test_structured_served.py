@@ -133,6 +133,7 @@ def test_every_way_to_constrain_an_answer(deploy):
     deploy(scenario, role=PAGED, timeout_s=240)
 
 
+@pytest.mark.nightly
 def test_prefill_and_decode_workers_share_a_grammar(deploy):
     async def scenario(site):
         text = ""

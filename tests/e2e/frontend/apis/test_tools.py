@@ -20,31 +20,6 @@ TOOLS = [
 ]
 
 
-@pytest.mark.parametrize("at_once", [1, 1000])
-async def test_calls_and_reasoning_are_streamed(at_once: int) -> None:
-    async with serving(dispatcher=says(SAID, at_once=at_once)) as site:
-        stream = await site.client.chat.completions.create(
-            model="tiny", messages=ASK, tools=TOOLS, stream=True
-        )
-        content, reasoning, calls, reasons = "", "", {}, []
-        async for chunk in stream:
-            (choice,) = chunk.choices
-            content += choice.delta.content or ""
-            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
-            for call in choice.delta.tool_calls or []:
-                known = calls.setdefault(call.index, {"arguments": ""})
-                if call.id:
-                    known |= {"id": call.id, "name": call.function.name}
-                known["arguments"] += call.function.arguments
-            reasons += [choice.finish_reason] if choice.finish_reason else []
-        assert (content, reasoning, reasons) == ("I look.", "hm\n", ["tool_calls"])
-        assert [(call["name"], call["arguments"]) for call in calls.values()] == [
-            ("weather", PARIS),
-            ("weather", "{}"),
-        ]
-        assert len({call["id"] for call in calls.values()}) == 2
-
-
 async def test_a_whole_answer_goes_back_as_history() -> None:
     async with serving(dispatcher=says(SAID)) as site:
         answer = await site.client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)

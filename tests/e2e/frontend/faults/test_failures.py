@@ -10,7 +10,6 @@ from frontend_site import HI, IDS, chat, serving
 from penstock.core.errors import EngineError, Unavailable
 from penstock.core.types.requests import Delta, Request
 from penstock.core.wire import pack_tokens
-from tests.support.dispatcher import speak
 
 
 async def test_a_failure_before_the_first_token_has_its_own_status() -> None:
@@ -79,13 +78,3 @@ async def test_time_is_up_before_and_in_a_stream() -> None:
         answer = await site.ask("POST", "/v1/chat/completions", chat(stream=True, max_tokens=5))
         assert answer.status == 200
         assert b"deadline_exceeded" in answer.body
-
-
-async def test_one_request_too_many_is_503_with_retry_after() -> None:
-    async with serving(speak(IDS, pause_s=0.02), inflight_max=1) as site:
-        first = asyncio.ensure_future(site.ask("POST", "/v1/chat/completions", chat()))
-        await site.until(lambda: site.dispatcher.open_streams == 1)
-        answer = await site.ask("POST", "/v1/chat/completions", chat())
-        assert (answer.status, answer.error["code"]) == (503, "overloaded")
-        assert answer.headers["retry-after"] == "1"
-        assert (await first).status == 200

@@ -62,7 +62,7 @@ async def until_computed(site, before, *, tokens):
     await site.until(holds)
 
 
-@pytest.mark.parametrize("stream_kv", [True, False])
+@pytest.mark.parametrize("stream_kv", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_workers_stop_and_hold_nothing_and_its_successor_gets_exact_answers(deploy, stream_kv):
     async def scenario(site):
         shorter = {moment: f"{moment} {ASKED * 4}" for moment in ("first token", "decoding")}

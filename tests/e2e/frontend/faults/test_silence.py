@@ -27,20 +27,20 @@ def held(*may_go_on: asyncio.Event) -> Script:
     return script
 
 
-async def begun(site: Site) -> asyncio.StreamReader:
+async def begun(site: Site) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Ask for a stream, and read its headers."""
     reader, writer = await site.connect()
     writer.write(http("POST", PATH, chat(stream=True), "Connection: close"))
     head = await reader.readuntil(b"\r\n\r\n")
     assert b"200 OK" in head
     assert b"text/event-stream" in head
-    return reader
+    return reader, writer
 
 
 async def test_headers_and_comments_come_while_there_is_no_token() -> None:
     first, second = asyncio.Event(), asyncio.Event()
     async with serving(held(first, second), stream=QUICK) as site:
-        reader = await begun(site)
+        reader, writer = await begun(site)
         for go_on in (first, second):
             for _ in range(2):
                 await reader.readuntil(HEARTBEAT)
@@ -48,6 +48,7 @@ async def test_headers_and_comments_come_while_there_is_no_token() -> None:
             if go_on is first:
                 await reader.readuntil(b"data: ")
         assert (await reader.read()).count(b"data: [DONE]") == 1
+        writer.close()
 
 
 async def test_clients_pass_over_comments() -> None:
@@ -67,12 +68,13 @@ async def test_an_early_error_has_its_status_and_a_late_one_is_an_event() -> Non
         yield Delta(request_id=request.request_id)
 
     async with serving(refuses, stream=QUICK) as site:
-        reader = await begun(site)
+        reader, writer = await begun(site)
         await reader.readuntil(HEARTBEAT)
         late.set()
         rest = await reader.read()
         assert b'data: {"error":{"message":"every queue is full"' in rest
         assert b"[DONE]" not in rest
+        writer.close()
         name = 'penstock_frontend_requests_total{code="503",route="/v1/chat/completions"}'
         await site.until(lambda: site.dispatcher.open_streams == 0)
         assert await site.metric(name) == 1

@@ -206,25 +206,6 @@ def test_a_list_whose_first_word_is_too_long_for_a_name_is_given_out_as_it_comes
     assert read(plan("pythonic"), ["[" + "f" * 256 + "(a=1)]"])[2] == [("f" * 256, '{"a": 1}')]
 
 
-def test_a_prompt_may_have_begun_the_reasoning() -> None:
-    how = plan("hermes", in_reasoning=True, tools=None)
-    assert read(how, ["hm, so", "</thi", "nk>\n\nyes"]) == ("hm, so", "yes", [])
-    hidden = plan("hermes", in_reasoning=True, tools=None, shows_reasoning=False)
-    assert read(hidden, ["hm</think>yes"]) == ("", "yes", [])
-
-
-def test_calls_beyond_the_first_may_be_dropped() -> None:
-    text = "[now(), weather(city='Rome')]"
-    assert read(plan("pythonic", calls_max=1), [text]) == ("", "", [("now", "{}")])
-
-
-def test_calls_that_the_engine_was_made_to_write() -> None:
-    text = f'[{{"name": "weather", "parameters": {PARIS}}}, {{"name": "now", "parameters": {{}}}}]'
-    for texts in ([text], list(text)):
-        assert read(plan("json", required=True), texts) == ("", "", [("weather", PARIS), ("now", "{}")])
-        assert read(plan("json", named="weather"), list(PARIS)) == ("", "", [("weather", PARIS)])
-
-
 TWO_CALLS = f'[{{"name": "weather", "parameters": {PARIS}}}, {{"parameters": {{}}, "name": "now"}}]'
 
 
@@ -240,51 +221,47 @@ def test_of_forced_calls_that_are_cut_nothing_becomes_text(how: dict[str, Any], 
                 assert all_of_it.startswith(arguments)
 
 
-def test_an_engine_that_does_not_write_forced_calls_is_shown_as_it_answers() -> None:
-    for is_cut in (False, True):
-        assert read(plan("json", required=True), ["No tool fits."], is_cut=is_cut)[1:] == (
-            "No tool fits.",
-            [],
-        )
-    assert read(plan("json", required=True), ['[{"nom": 1}]'])[1:] == ('{"nom": 1}', [])
+THINKS = {"in_reasoning": True, "tools": None}
+SECOND_CUT = f'{{"name": "weather", "parameters": {PARIS}}}; {{"na'
+TAGS_CUT = "<tool_call><function=weather><parameter=city>Paris</parameter><parameter=days>1"
 
 
 @pytest.mark.parametrize(
-    ("family", "before", "begun"),
+    ("family", "options", "is_cut", "text", "read_as"),
     [
-        ("hermes", "Well.", '<tool_call>{"name": "weath'),
-        ("hermes", "Well.", "<tool_call><function=weath"),
-        ("json", "", '<|python_tag|>{"name": "weath'),
-        ("json", "", '<|python_tag|>{"parameters": {"city": "Paris"}, "na'),
-        ("pythonic", "", "[weather(city='Par"),
-        ("mistral", "Well.", '[TOOL_CALLS][{"name": "weath'),
-        ("mistral", "Well.", "[TOOL_CALLS]weath"),
-        ("deepseek", "Well.", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weath"),
-        ("deepseek", "Well.", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weath"),
-        ("harmony", "", " to=functions.weath"),
-        ("harmony", "", "<|start|>assistant to=functions.weath"),
+        ("hermes", THINKS, False, "hm, so</think>\n\nyes", ("hm, so", "yes", [])),
+        ("hermes", THINKS | {"shows_reasoning": False}, False, "hm</think>yes", ("", "yes", [])),
+        ("pythonic", {"calls_max": 1}, False, "[now(), weather(city='Rome')]", ("", "", [("now", "{}")])),
+        ("json", {"required": True}, False, TWO_CALLS, ("", "", [("weather", PARIS), ("now", "{}")])),
+        ("json", {"named": "weather"}, False, PARIS, ("", "", [("weather", PARIS)])),
+        ("json", {"required": True}, False, "No tool fits.", ("", "No tool fits.", [])),
+        ("json", {"required": True}, True, "No tool fits.", ("", "No tool fits.", [])),
+        ("json", {"required": True}, False, '[{"nom": 1}]', ("", '{"nom": 1}', [])),
+        # a second call that is cut is dropped, and so is a first one whose name is not whole
+        ("json", {}, True, SECOND_CUT, ("", "", [("weather", PARIS)])),
+        ("pythonic", {}, True, "[weather(city='Paris', days=3), now(x='a", ("", "", [("weather", PARIS)])),
+        ("hermes", {}, True, 'Well.<tool_call>{"name": "weath', ("", "Well.", [])),
+        ("hermes", {}, True, "Well.<tool_call><function=weath", ("", "Well.", [])),
+        ("json", {}, True, '<|python_tag|>{"name": "weath', ("", "", [])),
+        ("json", {}, True, '<|python_tag|>{"parameters": {"city": "Paris"}, "na', ("", "", [])),
+        ("pythonic", {}, True, "[weather(city='Par", ("", "", [])),
+        ("mistral", {}, True, 'Well.[TOOL_CALLS][{"name": "weath', ("", "Well.", [])),
+        ("mistral", {}, True, "Well.[TOOL_CALLS]weath", ("", "Well.", [])),
+        ("deepseek", {}, True, "Well.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weath", ("", "Well.", [])),
+        ("deepseek", {}, True, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weath", ("", "", [])),
+        ("harmony", {}, True, " to=functions.weath", ("", "", [])),
+        ("harmony", {}, True, "<|start|>assistant to=functions.weath", ("", "", [])),
+        # what no mark announces is the user's, and tagged arguments that are cut are left open
+        ("json", {}, True, '{"name": "Ann', ("", '{"name": "Ann', [])),
+        ("hermes", {}, True, TAGS_CUT, ("", "", [("weather", '{"city": "Paris"')])),
+        ("hermes", {}, False, TAGS_CUT, ("", "", [("weather", '{"city": "Paris", "days": 1}')])),
     ],
-)
-def test_a_call_that_is_cut_before_its_name_is_whole_is_dropped(family: str, before: str, begun: str) -> None:
-    for texts in ([before + begun], list(before + begun)):
-        assert read(plan(family), texts, is_cut=True) == ("", before, [])
-
-
-def test_a_second_call_that_is_cut_is_dropped_and_the_first_one_stays() -> None:
-    first = f'{{"name": "weather", "parameters": {PARIS}}}'
-    assert read(plan("json"), [f'{first}; {{"na'], is_cut=True) == ("", "", [("weather", PARIS)])
-    calls = "[weather(city='Paris', days=3), now(x='a"
-    assert read(plan("pythonic"), [calls], is_cut=True) == ("", "", [("weather", PARIS)])
-
-
-def test_json_that_no_mark_announces_is_the_users_even_if_it_is_cut() -> None:
-    assert read(plan("json"), ['{"name": "Ann'], is_cut=True) == ("", '{"name": "Ann', [])
-
-
-def test_tagged_arguments_that_are_cut_are_left_open() -> None:
-    text = "<tool_call><function=weather><parameter=city>Paris</parameter><parameter=days>1"
-    assert read(plan("hermes"), [text], is_cut=True)[2] == [("weather", '{"city": "Paris"')]
-    assert read(plan("hermes"), [text])[2] == [("weather", '{"city": "Paris", "days": 1}')]
+)  # fmt: skip
+def test_plans_and_texts_that_are_cut(
+    family: str, options: dict[str, Any], is_cut: bool, text: str, read_as: tuple[str, str, Calls]
+) -> None:
+    for texts in ([text], list(text)):
+        assert read(plan(family, **options), texts, is_cut=is_cut) == read_as
 
 
 def test_without_tools_and_reasoning_no_parser_is_needed() -> None:
