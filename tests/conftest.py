@@ -94,7 +94,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine: on an event loop of its own, of virtual time where it is marked so, and uvloop's among real sockets."""
+    """Run a test that is a coroutine: on an event loop of its own, of virtual time where it is marked so, and uvloop's where a frontend serves."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     import uvloop
@@ -107,7 +107,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         run_virtual(pyfuncitem.obj(**arguments))
     else:
         within = pyfuncitem.get_closest_marker("within")
-        new_loop = uvloop.new_event_loop if "e2e" in pyfuncitem.path.parts else asyncio.new_event_loop
+        serves = pyfuncitem.nodeid.startswith(("tests/e2e/frontend/", "tests/e2e/watch/"))
+        new_loop = uvloop.new_event_loop if serves else asyncio.new_event_loop
         run_async(
             pyfuncitem.obj(**arguments), timeout_s=within.args[0] if within else 120.0, loop_factory=new_loop
         )
