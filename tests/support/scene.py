@@ -58,7 +58,11 @@ def make_request(
     request_id: str = "r", prompt: Sequence[int] = PROMPT, *, max_tokens: int = 9, **fields: Any
 ) -> Request:
     """Make a request for some tokens after a prompt; `fields` are its own."""
-    usual = {"model": "tiny", "salt": b"tiny-1", "sampling": SamplingParams(max_tokens=max_tokens)}
+    usual: dict[str, Any] = {
+        "model": "tiny",
+        "salt": b"tiny-1",
+        "sampling": SamplingParams(max_tokens=max_tokens),
+    }
     return Request(request_id=RequestId(request_id), token_ids=pack_tokens(prompt), **usual | fields)
 
 

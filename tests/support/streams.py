@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 
@@ -76,7 +76,7 @@ class Load:
             self._group.create_task(self._repeat(self._session, prompt))
         return self
 
-    async def __aexit__(self, *how: object) -> None:
+    async def __aexit__(self, *how: Any) -> None:
         self._ends = True
         await self._stack.__aexit__(*how)
 
