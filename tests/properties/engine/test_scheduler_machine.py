@@ -204,6 +204,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def begin_step(self):
         self.plan = self.scheduler.plan()
+        # A request that waits again has given its blocks back, also where nothing else is left to run.
+        running = {request.request_id for request in self.scheduler.table.requests if request is not None}
+        self.marked = {name: blocks for name, blocks in self.marked.items() if name in running}
         if self.plan is None:
             assert self.held or self.scheduler.load().waiting_requests == 0
             assert self.scheduler.load().running_requests == 0
@@ -260,8 +263,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         table = self.scheduler.table
         sampled = np.full(len(plan.slots), -1, dtype=np.int32)
         places = set()
-        running = {request.request_id for request in table.requests if request is not None}
-        self.marked = {name: blocks for name, blocks in self.marked.items() if name in running}
         for row, slot in enumerate(plan.slots.tolist()):
             known = table.token_ids[slot, : table.num_tokens[slot]].tolist()
             start = int(table.num_computed[slot])

@@ -71,4 +71,4 @@ def test_each_of_many_calls_of_one_turn_takes_as_many_steps(
         return lines
 
     first, second = steps(2000) - steps(1000), steps(4000) - steps(3000)
-    assert 0 < first == second
+    assert 0 < second < 1.5 * first, "a quadratic time would take three times as many"
