@@ -20,6 +20,7 @@ def _sglang(monkeypatch):
         yield
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 class TestSglangEngine(EngineSuite, CachingEngineSuite):
     eos_token_ids = (7, 9)

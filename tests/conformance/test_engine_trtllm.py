@@ -19,6 +19,7 @@ def _tensorrt_llm(monkeypatch):
         yield
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 class TestTrtllmEngine(EngineSuite, CachingEngineSuite):
     eos_token_ids = (7, 9)

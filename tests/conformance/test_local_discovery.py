@@ -85,7 +85,7 @@ async def test_a_broken_connection_is_made_again_and_nobody_notices():
 
 
 async def test_what_is_known_outlives_the_hub():
-    async with hub_scene() as harness:
+    async with hub_scene(DiscoveryConfig(lease_ttl_s=2.0, linger_s=0.1)) as harness:
         client = await harness.client()
         kept, changed, withdrawn = (scripted_instance(f"tcp://127.0.0.1:{i}") for i in (1, 2, 3))
         registrations = [await client.register(instance) for instance in (kept, changed, withdrawn)]
@@ -148,9 +148,12 @@ async def test_another_secret_is_refused_and_those_that_watch_count_it():
             watcher = Watcher(member)
             await watcher.synced()
             async with client(Identity(secret=b"guess")) as intruder:
-                with pytest.raises(Unavailable, match="deployment secret") as refused:
-                    await intruder.register(scripted_instance("tcp://127.0.0.1:1"))
-            assert "guess" not in str(refused.value)
+                said = ""
+                while "deployment secret" not in said:  # a busy hub answers later
+                    with pytest.raises(Unavailable) as refused:
+                        await intruder.register(scripted_instance("tcp://127.0.0.1:1"))
+                    said = refused.value.message
+            assert "guess" not in said
             assert len(hub.table) == 0
             assert hub.refused_clients >= 1
             name = "penstock_runtime_hub_refused_clients"

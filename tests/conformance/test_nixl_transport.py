@@ -6,7 +6,7 @@ from penstock.testing.peer_transport import PeerTransportSuite
 from penstock.testing.transports.harness import TwoAgents
 from penstock.transfer.transports.nixl.transport import NixlTransport
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 class TestNixlTransport(PeerTransportSuite):

@@ -38,30 +38,12 @@ CONFIG = DiscoveryConfig(lease_ttl_s=TTL_S, connect_timeout_s=10.0)
 PODS = Resource("", "v1", "pods", "Pod")
 
 
-def etcd_client(url, identity=IDENTITY, **options):
-    return EtcdDiscovery([url], identity, **options)
-
-
-def nats_client(url, identity=IDENTITY, **options):
-    return NatsDiscovery([url], identity, **options)
-
-
-def kubernetes_client(url, identity=IDENTITY, access=None, **options):
-    access = access or KubernetesAccess(url, namespace="default", token="suite-token")
-    return KubernetesDiscovery(access, identity, **options)
-
-
-def real_cluster_client(_url, identity=IDENTITY, **options):
-    return KubernetesDiscovery(KubernetesAccess.find(), identity, **options)
-
-
 class RegistryHarness:
     """A registry for each test; each member is a separate process."""
 
     def __init__(self, server, make_client):
         self.server = server()
-        self.options = {}
-        self._make_client = make_client
+        self.make_client = make_client
         self._members = {}
         self._stack = AsyncExitStack()
 
@@ -75,17 +57,22 @@ class RegistryHarness:
         await self._stack.aclose()
 
     async def client(self, identity=IDENTITY, namespace="suite", config=CONFIG, **options):
-        options |= self.options | {"namespace": namespace, "rng": random.Random(1), "config": config}
-        client = self._make_client(self.server.url, identity, **options)
+        options |= {"namespace": namespace, "rng": random.Random(1), "config": config}
+        client = self.make_client(self.place, identity, **options)
         return await self._stack.enter_async_context(client)
 
     async def start_member(self, instance):
         rng = random.Random(instance.worker_id)
-        client = partial(self._make_client, self.server.url, namespace="suite", rng=rng, config=CONFIG)
+        client = partial(self.make_client, self.place, IDENTITY, namespace="suite", rng=rng, config=CONFIG)
         self._members[instance.worker_id] = await Peer.start(member_peer, client, instance)
 
     async def kill_member(self, instance):
         await self._members[instance.worker_id].kill()
+
+    @property
+    def place(self):
+        """Give what clients are made of."""
+        return [self.server.url]
 
     async def kill(self):
         self.server.kill()
@@ -98,10 +85,16 @@ class RegistryHarness:
 
 
 class ApiServerHarness(RegistryHarness):
+    access = None
+
     def __init__(self):
-        super().__init__(ApiServer, kubernetes_client)
+        super().__init__(ApiServer, KubernetesDiscovery)
         self.server.rules["suite-token"] = DISCOVERY_RULES
         self.kill, self.start, self.forget = self.server.stop, self.server.start, self.server.store.forget
+
+    @property
+    def place(self):
+        return self.access or KubernetesAccess(self.server.url, namespace="default", token="suite-token")
 
     @property
     def leases(self):
@@ -112,8 +105,14 @@ class ApiServerHarness(RegistryHarness):
         return self.server.store.kinds.find("coordination.k8s.io", "v1", "leases")
 
 
-ETCD = partial(RegistryHarness, Etcd, etcd_client)
-NATS = partial(RegistryHarness, Nats, nats_client)
+class ClusterHarness(ApiServerHarness):
+    @property
+    def place(self):
+        return KubernetesAccess.find()
+
+
+ETCD = partial(RegistryHarness, Etcd, EtcdDiscovery)
+NATS = partial(RegistryHarness, Nats, NatsDiscovery)
 all_of_them = pytest.mark.parametrize(
     "registry",
     [
@@ -142,7 +141,7 @@ class TestKubernetesDiscovery(RegistrySuite):
 
 @pytest.mark.skipif(not os.environ.get("KUBECONFIG"), reason="KUBECONFIG names no cluster")
 class TestRealCluster(RegistrySuite):
-    harness = partial(RegistryHarness, ApiServer, real_cluster_client)
+    harness = ClusterHarness
 
 
 del RegistrySuite
@@ -215,7 +214,7 @@ async def test_what_is_known_outlives_a_killed_registry(forgets, registry):
 async def test_a_registry_that_hangs_removes_nobody(registry):
     async with registry() as harness:
         _, _, watcher, metrics = await known(
-            harness, config=DiscoveryConfig(lease_ttl_s=TTL_S, connect_timeout_s=0.5)
+            harness, config=DiscoveryConfig(lease_ttl_s=TTL_S, connect_timeout_s=2.0)
         )
         harness.server.pause()
         try:
@@ -267,7 +266,7 @@ async def test_two_deployments_in_one_namespace_are_said_at_both_ends(registry):
 
 async def test_many_registrations_are_read_in_pages():
     async with ETCD() as harness:
-        client = await harness.client()
+        client = await harness.client(config=DiscoveryConfig(connect_timeout_s=60.0))
         instances = [scripted_instance(f"tcp://127.0.0.1:{port}") for port in range(1, 601)]
         async with asyncio.TaskGroup() as group:
             for instance in instances:
@@ -381,7 +380,7 @@ async def test_a_rotated_token_is_used(tmp_path):
         file = tmp_path / "token"
         file.write_text("suite-token")
         access = KubernetesAccess(harness.server.url, namespace="default", token_file=file)
-        harness.options["access"] = access
+        harness.access = access
         _, _, watcher, metrics = await known(harness)
         for number in range(3):  # as the kubelet does: a new token, and the old one expires
             file.with_suffix(".new").write_text(f"rotated {number}")

@@ -176,7 +176,7 @@ async def test_tokens_that_expire_or_are_lost_are_asked_for_again(account):
 
 
 async def comes_back(client, server, counted, change):
-    """Register, have the server away and `change` meanwhile, and register again."""
+    """Register, `change` something, have the server away, and register again."""
 
     async def until_connected(value):
         while counted.get_sample_value("penstock_runtime_registry_connected") != value:  # noqa: ASYNC110 - nobody tells
@@ -185,9 +185,9 @@ async def comes_back(client, server, counted, change):
     watcher = Watcher(client)
     await client.register(scripted_instance("tcp://127.0.0.1:1"))
     await until_connected(1)
+    await asyncio.to_thread(change)
     server.kill()
     await until_connected(0)
-    change()
     await asyncio.to_thread(server.start)
     await until_connected(1)
     await client.register(scripted_instance("tcp://127.0.0.1:2"))
@@ -203,15 +203,15 @@ async def test_a_changed_password_is_taken_without_a_restart(account, discovery)
 
     def change():
         account(f"{USER}:another")
-        server.configuration = USERS.replace(PASSWORD, "another")
+        if discovery is EtcdDiscovery:
+            server.change_password("another")
+        else:
+            server.configuration = USERS.replace(PASSWORD, "another")
 
     async with (
         EtcdWithAccounts() if discovery is EtcdDiscovery else NatsWithAccounts(USERS) as server,
         client_of(discovery, server, credentials=account(RIGHT), metrics=RegistryMetrics(counted)) as client,
     ):
-        await client.connect()
-        if discovery is EtcdDiscovery:
-            await asyncio.to_thread(server.change_password, "another")
         await comes_back(client, server, counted, change)
 
 

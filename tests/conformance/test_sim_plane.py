@@ -13,7 +13,7 @@ from penstock.testing.planes.harness import PlaneHarness
 from penstock.testing.planes.ranks import RanksSuite
 from penstock.testing.planes.scripted_worker import ScriptedWorker, scripted_instance
 
-LEASE_S = 0.6
+LEASE_S = 1.0
 
 
 class SimPlaneHarness(PlaneHarness):

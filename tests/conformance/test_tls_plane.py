@@ -137,7 +137,7 @@ async def test_the_hub_speaks_tls_too_and_tells_others_what_may_be_wrong(certifi
         (certificates["other"], "(?i)certificate"),
         (None, r"sa(id|ys) (any|no)thing: it may want TLS"),
     ):
-        async with client(certificate, 0.5) as stranger:
+        async with client(certificate, 2.0) as stranger:
             with pytest.raises(Unavailable, match=said):
                 await stranger.connect()
     await hub.close()

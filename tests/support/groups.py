@@ -2,23 +2,16 @@
 
 import json
 import subprocess
-import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
 
-TIMEOUT_S = 90.0
+from tests.support.commands import TIMEOUT_S, stream_words, text_of, until
+
+__all__ = ["TIMEOUT_S", "TOKEN", "TOKENS", "child", "get", "ready", "running", "stream", "text_of", "until"]
 TOKENS = 300
 TOKEN = "a" * 40
 """For routes below /admin."""
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def get(url: str, path: str) -> Any:
@@ -27,21 +20,7 @@ def get(url: str, path: str) -> Any:
 
 
 def stream(url: str) -> "subprocess.Popen[str]":
-    body = {
-        "model": "penstock-demo", "messages": [{"role": "user", "content": "Tell me"}], "seed": 7, "max_tokens": TOKENS,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    words = ["curl", "-sSN", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
-    return subprocess.Popen([*words, f"{url}/v1/chat/completions"], stdout=subprocess.PIPE, text=True)
-
-
-def text_of(process: "subprocess.Popen[str]") -> tuple[str, int]:
-    out, _ = process.communicate(timeout=TIMEOUT_S)
-    events = [json.loads(line[6:]) for line in out.splitlines() if line.startswith("data: {")]
-    assert events, out
-    assert all("error" not in event for event in events), out[-500:]
-    text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
-    return text, events[-1]["usage"]["completion_tokens"]
+    return subprocess.Popen(stream_words(url, TOKENS), stdout=subprocess.PIPE, text=True)
 
 
 def child(supervisor: "subprocess.Popen[str]", name: str) -> psutil.Process | None:

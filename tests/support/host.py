@@ -2,37 +2,32 @@
 
 import json
 import os
-import queue
-import re
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from penstock.deploy.secret import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
+from tests.support.commands import TIMEOUT_S, Commands, end, stream_words, text_of, until
 
+__all__ = ["ADMIN_TOKEN", "TIMEOUT_S", "TOKENS", "Host", "text_of", "until"]
 ADMIN_TOKEN = "a" * 40
-TIMEOUT_S = 90.0
 TOKENS = 600
 _LISTENING = "0A"  # a state in /proc/net/tcp
 
 
-class Host:
+class Host(Commands):
     """One namespace: `penstock up` in it, and curl."""
 
     def __init__(self, name: str, folder: Path, stack: ExitStack) -> None:
         """Make its folder; what is started ends with `stack`."""
+        super().__init__()
         self.name = name
         self.folder = folder
         self.clock: tuple[str, ...] = ()
         """What `penstock up` begins with, so that its clocks are others."""
-        self.lines: list[str] = []
-        self._lines: queue.Queue[str | None] = queue.Queue()
         self._stack = stack
         folder.mkdir()
 
@@ -52,36 +47,9 @@ class Host:
         self, *words: str, secret: str = "a secret of both hosts", cwd: Path | None = None
     ) -> "subprocess.Popen[str]":
         """Start a command; `wait` reads what it says."""
-        process = subprocess.Popen(
-            self.command(*words),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=cwd,
-            env=self.environment(secret),
-        )
-        self._stack.callback(self._end, process)
-        lines: queue.Queue[str | None] = queue.Queue()
-        output = process.stdout
-        assert output is not None, "a pipe"
-
-        def read() -> None:
-            for line in output:
-                lines.put(line)
-            lines.put(None)
-
-        threading.Thread(target=read, daemon=True).start()
-        self._lines = lines
+        process = self.spawn(self.command(*words), environment=self.environment(secret), cwd=cwd)
+        self._stack.callback(end, process)
         return process
-
-    def wait(self, pattern: str) -> str:
-        """Wait for a line."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while (line := self._lines.get(timeout=max(0.1, deadline - time.monotonic()))) is not None:
-            self.lines.append(line.rstrip())
-            if re.search(pattern, line):
-                return line
-        raise AssertionError(f"ended without {pattern!r}: {self.lines}")
 
     def get(self, url: str) -> Any:
         return json.loads(self.text(url))
@@ -101,14 +69,8 @@ class Host:
 
     def stream(self, url: str, max_tokens: int = TOKENS, content: str = "Tell me") -> "subprocess.Popen[str]":
         """Begin a seeded stream."""
-        body = {
-            "model": "penstock-demo", "messages": [{"role": "user", "content": content}], "seed": 7,
-            "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        words = ("curl", "-sSN", "-H", "Content-Type: application/json", "-d", json.dumps(body))
-        process = subprocess.Popen(
-            self.command(*words, f"{url}/v1/chat/completions"), stdout=subprocess.PIPE, text=True
-        )
+        words = self.command(*stream_words(url, max_tokens, content))
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         self._stack.callback(process.kill)
         return process
 
@@ -118,31 +80,3 @@ class Host:
         done = subprocess.run(tables, check=True, capture_output=True, text=True)
         rows = [line.split() for line in done.stdout.splitlines()]
         return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENING}
-
-    @staticmethod
-    def _end(process: "subprocess.Popen[str]") -> None:
-        if process.poll() is None:
-            process.terminate()
-        try:
-            process.wait(timeout=TIMEOUT_S)
-        finally:
-            process.kill()
-            if process.stdout is not None:
-                process.stdout.close()
-
-
-def text_of(stream: "subprocess.Popen[str]") -> tuple[str, int]:
-    """Wait for a stream's end; return its text and the number of tokens."""
-    out, _ = stream.communicate(timeout=TIMEOUT_S)
-    events = [json.loads(line[6:]) for line in out.splitlines() if line.startswith("data: {")]
-    assert all("error" not in event for event in events), out[-500:]
-    text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
-    return text, events[-1]["usage"]["completion_tokens"]
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Wait until it holds."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -2,26 +2,25 @@
 
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
-import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-TIMEOUT_S = 90.0
+from tests.support.commands import TIMEOUT_S, Commands, end
+
+__all__ = ["TIMEOUT_S", "Up"]
 
 
-class Up:
+class Up(Commands):
     """Commands of one user of a host; `up` starts a deployment."""
 
     def __init__(self, folder: Path, runtime_dir: Path) -> None:
         """Keep graphs in `folder`."""
+        super().__init__()
         self.folder = folder
         self.python: str | Path = sys.executable
         """Runs the commands."""
@@ -29,8 +28,6 @@ class Up:
             "XDG_RUNTIME_DIR": str(runtime_dir),
             "PENSTOCK_STATE_DIR": str(folder / "state"),
         }
-        self.lines: list[str] = []
-        self._lines: queue.Queue[str | None] = queue.Queue()
         self._started: list[subprocess.Popen[str]] = []
         self._others: list[subprocess.Popen[bytes]] = []
 
@@ -60,24 +57,8 @@ class Up:
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
         """Start a command; its output is read by `wait`."""
-        process = subprocess.Popen(
-            self._command(*arguments),
-            env=self.environment,
-            cwd=self.folder,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        process = self.spawn(self._command(*arguments), environment=self.environment, cwd=self.folder)
         self._started.append(process)
-        lines = self._lines = queue.Queue()
-
-        def read() -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.put(line)
-            lines.put(None)
-
-        threading.Thread(target=read, daemon=True).start()
         return process
 
     def up(self, *arguments: str | Path) -> subprocess.Popen[str]:
@@ -86,16 +67,6 @@ class Up:
         ready = re.search(r"(https?://\S+)", self.wait(r"^penstock +ready"))
         self.url = "" if ready is None else ready[1]
         return process
-
-    def wait(self, pattern: str) -> str:
-        """Wait for a line of what was started last."""
-        deadline = time.monotonic() + TIMEOUT_S
-        with suppress(queue.Empty):
-            while (line := self._lines.get(timeout=max(0.1, deadline - time.monotonic()))) is not None:
-                self.lines.append(line.rstrip())
-                if re.search(pattern, line):
-                    return line
-        raise AssertionError(f"ended or waited without {pattern!r}: {self.lines}")
 
     def ps(self, name: str | None = None) -> list[dict[str, Any]]:
         """Give what `penstock ps --json` says."""
@@ -115,15 +86,7 @@ class Up:
             other.kill()
             other.wait()
         for process in self._started:
-            if process.poll() is None:
-                process.terminate()
-            try:
-                process.wait(timeout=TIMEOUT_S)
-            finally:
-                process.kill()
-                process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
+            end(process)
 
     def _command(self, *arguments: str | Path) -> list[str]:
         return [str(self.python), "-m", "penstock", *map(str, arguments)]

@@ -10,7 +10,7 @@ T = TypeVar("T")
 def run_async(
     main: Coroutine[Any, Any, T],
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
 ) -> T:
     """Run a test's coroutine; a test that hangs fails after `timeout_s`.

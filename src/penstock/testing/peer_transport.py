@@ -10,7 +10,6 @@ A region without a grant cannot be reached, and a lost peer is an error.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from time import perf_counter
 
 import msgspec
 import numpy as np
@@ -22,8 +21,6 @@ from penstock.testing.transports.contents import differ, fill
 from penstock.testing.transports.harness import TwoAgents
 from penstock.testing.transports.transport import READ, WRITE, TransportSuite
 from penstock.transfer import Access, RemoteRegion, TransferOp
-
-_LOST_WITHIN_S = 0.2
 
 
 class PeerTransportSuite(TransportSuite):
@@ -140,13 +137,9 @@ class PeerTransportSuite(TransportSuite):
             with harness.endless_transfers():
                 handle = harness.agent.post(op, *whole, harness.peer)
                 await asyncio.sleep(0)
-                began_s = perf_counter()
                 await harness.owner.close()
                 with pytest.raises((PeerLost, TransferRefused)):
                     await handle.wait()
-            assert perf_counter() - began_s < _LOST_WITHIN_S + 1.0, (
-                "the bound itself is tested with processes"
-            )
             with pytest.raises(PeerLost):
                 harness.agent.post(op, *whole, harness.peer)
 
