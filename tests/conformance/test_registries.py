@@ -266,7 +266,7 @@ async def test_two_deployments_in_one_namespace_are_said_at_both_ends(registry):
 
 async def test_many_registrations_are_read_in_pages():
     async with ETCD() as harness:
-        client = await harness.client(config=DiscoveryConfig(connect_timeout_s=60.0))
+        client = await harness.client(config=DiscoveryConfig(lease_ttl_s=60.0, connect_timeout_s=60.0))
         instances = [scripted_instance(f"tcp://127.0.0.1:{port}") for port in range(1, 601)]
         async with asyncio.TaskGroup() as group:
             for instance in instances:
