@@ -4,7 +4,8 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Self
+from types import TracebackType
+from typing import Self
 
 import aiohttp
 
@@ -76,9 +77,11 @@ class Load:
             self._group.create_task(self._repeat(self._session, prompt))
         return self
 
-    async def __aexit__(self, *how: Any) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._ends = True
-        await self._stack.__aexit__(*how)
+        await self._stack.__aexit__(kind, error, trace)
 
     async def more(self, count: int) -> None:
         """Wait until `count` more streams have ended."""
