@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -10,12 +9,12 @@ import pytest
 
 @pytest.fixture
 def others_run_beside() -> Callable[[Callable[[], object]], bool]:
-    """Give a function that tells whether other threads run while a long call does.
+    """Give a function that tells whether other threads run while a long call does, in one of many tries.
 
-    With the GIL held, the main thread would see nothing of the call but its end.
+    With the GIL held, the main thread would see nothing of any call but its end.
     """
 
-    def run(call: Callable[[], object]) -> bool:
+    def is_seen(call: Callable[[], object]) -> bool:
         started, ended = threading.Event(), threading.Event()
 
         def work() -> None:
@@ -23,17 +22,19 @@ def others_run_beside() -> Callable[[Callable[[], object]], bool]:
             call()
             ended.set()
 
+        thread = threading.Thread(target=work)
+        thread.start()
+        started.wait()
+        is_running = not ended.is_set()
+        thread.join()
+        return is_running
+
+    def run(call: Callable[[], object]) -> bool:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(60.0)  # no thread is made to give way: it has to do so itself
         try:
-            thread = threading.Thread(target=work)
-            thread.start()
-            started.wait()
-            time.sleep(0.002)
-            seen_running = not ended.is_set()
-            thread.join()
+            return any(is_seen(call) for _ in range(50))
         finally:
             sys.setswitchinterval(interval)
-        return seen_running
 
     return run

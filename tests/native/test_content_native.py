@@ -98,21 +98,6 @@ def test_a_walk_tells_what_there_was_when_it_began(before, after, steps):
         check_order(walked)
 
 
-def test_a_walk_of_much_takes_many_small_steps():
-    content = Content()
-    for seed in range(1000):
-        content.store(np.random.default_rng(seed).integers(0, 2**64, 50, dtype=np.uint64), None, Tier.DEVICE)
-    walk = content.walk()
-    content.clear()
-    told_blocks = calls = 0
-    while not walk.is_done:
-        count = sum(len(packed) // 8 for packed, _, _ in walk.next(4096))
-        assert count <= 4096
-        told_blocks, calls = told_blocks + count, calls + 1
-    assert told_blocks == 50_000
-    assert calls > 40
-
-
 @pytest.mark.parametrize("kind", [Content, ContentPython])
 def test_copies_past_the_bound_do_not_count(kind):
     content = kind()

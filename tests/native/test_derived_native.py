@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.native import native
-from penstock.sim.workload.prompt import Prompt, derived_hashes_python
+from penstock.sim.workload.prompt import derived_hashes_python
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 words = st.integers(0, (1 << 64) - 1)
@@ -24,12 +24,6 @@ def test_native_and_twin_give_equal_names(own, shared, unit_tokens, block_size, 
     arguments = (own, np.array(shared, dtype=np.uint64), unit_tokens, block_size, (start, start + count))
     expected = derived_hashes_python(*arguments)
     np.testing.assert_array_equal(native.derived_hashes(*arguments), expected)
-
-
-def test_a_prompt_uses_it():
-    prompt = Prompt(own=7, shared=np.array([1, 2], dtype=np.uint64), unit_tokens=512)
-    expected = derived_hashes_python(7, prompt.shared, 512, 64, (3, 30))
-    np.testing.assert_array_equal(prompt.block_hashes(64, 3, 30), expected)
 
 
 @pytest.mark.parametrize(

@@ -263,25 +263,7 @@ async def test_grants_are_sent_beside_what_a_client_raises() -> None:
 
 
 def test_every_short_run_of_awkward_bytes_gives_pythons_text() -> None:
-    awkward = (
-        0x41,
-        0x80,
-        0x8F,
-        0x90,
-        0x9F,
-        0xA0,
-        0xBF,
-        0xC1,
-        0xC2,
-        0xE0,
-        0xE1,
-        0xED,
-        0xEF,
-        0xF0,
-        0xF1,
-        0xF4,
-        0xF5,
-    )
+    awkward = bytes.fromhex("41 80 8f 90 9f a0 bf c1 c2 e0 e1 ed ef f0 f1 f4 f5")
     for size in (1, 2, 3):
         for run in product(awkward, repeat=size):
             decoder = native.ByteDecoder(native.TokenTable(lambda _, run=run: bytes(run)))

@@ -319,13 +319,13 @@ def test_refuses_streams_that_name_other_blocks_than_those_asked_for():
         scheduler.plan()
 
 
+@pytest.mark.parametrize("position", range(4))
 @pytest.mark.parametrize("bad", [0, -1])
-def test_refuses_bounds_below_one(bad):
-    for position in range(4):
-        bounds = [BLOCK_SIZE, 8, 8, 2]
-        bounds[position] = bad
-        with pytest.raises(ValueError, match=">= 1"):
-            native.JumpScheduler(native.Pool(4), *bounds)
+def test_refuses_bounds_below_one(bad, position):
+    bounds = [BLOCK_SIZE, 8, 8, 2]
+    bounds[position] = bad
+    with pytest.raises(ValueError, match=">= 1"):
+        native.JumpScheduler(native.Pool(4), *bounds)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, 1.5, float("nan")])

@@ -50,20 +50,6 @@ def test_eviction_of_many_leaves_equals_the_twin():
     ours.check()
 
 
-def test_memory_is_given_back_once_all_is_cleared():
-    tree = RadixTree(None, 2)
-    empty = tree.stats().num_bytes
-    tree.store(0, random_hashes(100_000))
-    tree.store(1, random_hashes(100_000)[:50])
-    assert tree.stats().num_bytes > 4_000_000
-    tree.clear(0)
-    tree.clear(1)
-    while tree.reclaim(10_000):
-        tree.check()
-    assert tree.stats().num_bytes < empty + 5_000
-    tree.check()
-
-
 def test_a_cleared_worker_is_ignored_at_once_and_reclaimed_by_as_much_as_was_asked_for():
     tree = RadixTree(None, 2)
     hashes = random_hashes(50_000)
@@ -101,16 +87,6 @@ def test_what_is_stored_again_while_it_is_reclaimed_stays():
     np.testing.assert_array_equal(tree.match(hashes).depths, reference.match(hashes).depths)
 
 
-def test_stores_alone_reclaim_what_was_cleared():
-    tree = RadixTree(None, 2)
-    tree.store(0, random_hashes(50_000))
-    tree.clear(0)
-    for seed in range(500):
-        tree.store(1, random_hashes(64, seed + 1))
-    assert tree.stats().nodes == 500 * 64
-    tree.check()
-
-
 def test_a_block_with_many_children_costs_no_more_than_others():
     """Its holders' shares are counted as they change; the check compares them with the children there are."""
     tree, reference = RadixTree(None, 3), RadixTreePython(None, 3)
@@ -144,21 +120,6 @@ def test_workers_may_be_cleared_more_often_than_there_are_numbers():
     tree.check()
 
 
-def test_a_large_index_evicts_what_is_old():
-    tree = RadixTree(200_000, 1)
-    prompts = random_hashes(400_000).reshape(-1, 8)
-    for index, prompt in enumerate(prompts):
-        tree.store(0, prompt)
-        if index % 100 == 0:
-            tree.match(prompts[0])  # in use all the time
-    depths = np.array([tree.match(prompt).depths[0] for prompt in prompts])
-    assert depths[0] == 8
-    assert tree.stats().pairs == 200_000
-    newest = len(prompts) // 4  # half of what there is room for
-    assert depths[-newest:].mean() > 7.9
-    tree.check()
-
-
 def test_hashes_come_as_arrays_of_any_stride_or_as_bytes():
     tokens = np.arange(64, dtype=np.int32)
     hashes = block_hashes(tokens, 8)
@@ -177,44 +138,29 @@ def test_hashes_come_as_arrays_of_any_stride_or_as_bytes():
     assert tree.match_many([]).tiers.shape == (0, 4, 1)
 
 
-@pytest.mark.parametrize("tree", [RadixTree(None), RadixTreePython(None)], ids=["native", "reference"])
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (lambda tree: tree.store(-1, b""), (TypeError, ValueError)),
-        (lambda tree: tree.store(0, [1, 2]), (TypeError, AttributeError)),
-        (lambda tree: tree.store(0, np.zeros(2, dtype=np.int64)), TypeError),
-        (lambda tree: tree.store(0, np.zeros((2, 2), dtype=np.uint64)), TypeError),
-        (lambda tree: tree.match(np.zeros(2, dtype=np.float64)), TypeError),
-        (lambda tree: tree.match(b"1234567"), ValueError),
-        (lambda tree: tree.store(0, b"", tier="tape"), (ValueError, KeyError)),
-        (lambda tree: tree.match_tokens([1, 2], 0), ValueError),
-        (lambda tree: tree.match_tokens([1, 2], 1, key=b"short"), ValueError),
-    ],
-)
-def test_wrong_arguments_raise(tree, call, error):
-    with pytest.raises(error):
-        call(tree)
-    tree.check()
+NO_SLOT = "worker: must be a slot from 0 to 65534, got"
 
 
 @pytest.mark.parametrize("tree", [RadixTree(None), RadixTreePython(None)], ids=["native", "reference"])
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "error", "said"),
     [
-        (
-            lambda tree: tree.store(65_535, b""),
-            "worker: must be a slot from 0 to 65534, got 65535; give each",
-        ),
-        (
-            lambda tree: tree.remove(1 << 20, b""),
-            "worker: must be a slot from 0 to 65534, got 1048576; give each",
-        ),
-        (lambda tree: tree.grow(65_536), "num_slots: must be <= 65535, got 65536; divide the workers"),
+        (lambda tree: tree.store(-1, b""), (TypeError, ValueError), None),
+        (lambda tree: tree.store(0, [1, 2]), (TypeError, AttributeError), None),
+        (lambda tree: tree.store(0, np.zeros(2, dtype=np.int64)), TypeError, None),
+        (lambda tree: tree.store(0, np.zeros((2, 2), dtype=np.uint64)), TypeError, None),
+        (lambda tree: tree.match(np.zeros(2, dtype=np.float64)), TypeError, None),
+        (lambda tree: tree.match(b"1234567"), ValueError, None),
+        (lambda tree: tree.store(0, b"", tier="tape"), (ValueError, KeyError), None),
+        (lambda tree: tree.match_tokens([1, 2], 0), ValueError, None),
+        (lambda tree: tree.match_tokens([1, 2], 1, key=b"short"), ValueError, None),
+        (lambda tree: tree.store(65_535, b""), ValueError, f"{NO_SLOT} 65535; give each"),
+        (lambda tree: tree.remove(1 << 20, b""), ValueError, f"{NO_SLOT} 1048576; give each"),
+        (lambda tree: tree.grow(65_536), ValueError, "num_slots: must be <= 65535, got 65536; divide the"),
     ],
 )
-def test_more_workers_than_there_are_slots_raise_with_what_to_do(tree, call, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_arguments_raise(tree, call, error, said):
+    with pytest.raises(error, match=said):
         call(tree)
     tree.check()
 
@@ -234,7 +180,7 @@ def test_more_copies_than_are_counted():
 
 def test_long_calls_let_other_threads_run(others_run_beside):
     tree = RadixTree(None)
-    hashes = random_hashes(1_000_000)
+    hashes = random_hashes(100_000)
     assert others_run_beside(lambda: tree.store(0, hashes))
 
 

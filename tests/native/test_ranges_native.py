@@ -130,6 +130,6 @@ def test_a_forked_child_has_threads_of_its_own():
 
 
 def test_a_long_copy_lets_other_threads_run(others_run_beside):
-    source, target = np.zeros(100_000_000, np.uint8), np.zeros(100_000_000, np.uint8)
+    source, target = np.zeros((2, 20_000_000), np.uint8)
     row = [np.array([value], np.uint64) for value in (target.ctypes.data, source.ctypes.data, source.size)]
     assert others_run_beside(lambda: native.copy_ranges(*row, 1))

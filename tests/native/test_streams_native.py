@@ -126,14 +126,6 @@ def test_a_peer_that_goes(pair):
     assert (got.moved_bytes, got.end, got.errno) == (0, StreamEnd.CLOSED, errno.EPIPE)
 
 
-def test_shutdown_on_this_side_ends_a_wait(pair):
-    into = np.zeros(100, np.uint8)
-    row = np.array([into.ctypes.data], np.uint64), np.array([100], np.uint64)
-    receiving = beside(lambda: receive_ranges(pair[1].fileno(), *row))
-    pair[1].shutdown(socket.SHUT_RDWR)
-    assert receiving().end is StreamEnd.CLOSED
-
-
 def test_no_socket_and_no_memory(pair):
     row = np.array([8], np.uint64), np.array([100], np.uint64)
     if streams.native is not None:  # the reference looks at memory itself
@@ -148,10 +140,3 @@ def test_no_socket_and_no_memory(pair):
     finally:
         os.close(reader)
         os.close(writer)
-
-
-def test_the_socket_stays_the_callers(pair):
-    nothing = np.zeros(0, np.uint64)
-    assert send_ranges(pair[0].fileno(), nothing, nothing).end is StreamEnd.DONE
-    pair[0].send(b"x")
-    assert pair[1].recv(1) == b"x"

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +12,12 @@ from numpy.typing import NDArray
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
 from penstock.kv.device_blocks import DeviceBlocks
+from penstock.kv.host.extent import ExtentLayout
 from penstock.kv.host.host_tier import HostTier
 from penstock.kv.host.memory import HostPart
 from penstock.kv.namespace import Namespace
 from penstock.kv.pool.use import EvictionPolicy
+from penstock.kv.records import RECORD
 from penstock.transfer.regions.arena import Arena
 from tests.support.slots import NAMESPACE, content
 
@@ -56,6 +60,12 @@ class SharedHost:
         offset, size = self.extents[number]
         return self.arena.array[offset : offset + size]
 
+    def clear_record(self, number: int, block_hash: HashArray) -> None:
+        """Make the slot of a block with a (1, 2) hash free, as its worker does before it overwrites the bytes."""
+        layout = ExtentLayout(self.slots, self.block_bytes)
+        records = self.extent(number)[layout.records_offset :][: self.slots * RECORD.itemsize].view(RECORD)
+        records[(records["hash"] == block_hash).all(axis=1)] = np.zeros(1, RECORD)
+
 
 class HostWorker:
     """A device and a host tier below it."""
@@ -72,6 +82,20 @@ class HostWorker:
         self.memory = np.zeros((DEVICE_BLOCKS, block_bytes), np.uint8)
         device = DeviceBlocks(self.memory.ctypes.data, block_bytes, self.memory)
         self.tier = HostTier(device, slots, BLOCK_SIZE, part=part, namespace=namespace, eviction=eviction)
+
+    def kill(self) -> None:
+        """Give up its extent as it is, as the kernel does for a killed process."""
+        self.tier._memory.close()
+
+    @contextmanager
+    def loads_held(self) -> Iterator[None]:
+        """Begin no copy of a load meanwhile."""
+        go_on = threading.Event()
+        self.tier._load_thread.submit(go_on.wait)
+        try:
+            yield
+        finally:
+            go_on.set()
 
     async def offload(self, hashes: HashArray) -> int:
         """Write a prefix's content to the device and offload it; returns how many blocks were read."""

@@ -230,10 +230,6 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.read_events()
 
 
-class TwinMachine(BlockPoolMachine):
-    in_python = True
-
-
 class KeyedMachine(BlockPoolMachine):
     """Other policies: the model lets the pool choose, but an idle child goes before its parent."""
 
@@ -262,33 +258,22 @@ class KeyedMachine(BlockPoolMachine):
             return super().grow(sequence, count)
 
 
-class TenantMachine(KeyedMachine):
-    tenant_share = 0.3
-
-
-class LfuMachine(KeyedMachine):
-    eviction = "lfu"
-
-
-class ArcMachine(KeyedMachine):
-    eviction = "arc"
-
-
-class S3FifoMachine(KeyedMachine):
-    eviction = "s3-fifo"
-
-
 BlockPoolMachine.TestCase.settings = settings(
-    max_examples=4 * settings.default.max_examples, stateful_step_count=50
+    max_examples=2 * settings.default.max_examples, stateful_step_count=50
 )
-# Fewer: tests/native also runs it step by step beside the native pool, which the 400 above are of.
-TwinMachine.TestCase.settings = settings(stateful_step_count=50)
+
+
+def other(machine, **fields):
+    """Make a machine of another policy, or of the reference: tests/native runs that step by step beside the native pool."""
+    case = type("Other", (machine,), fields).TestCase
+    case.settings = settings(stateful_step_count=50)
+    return case
+
+
 TestBlockPoolMachine = BlockPoolMachine.TestCase
-TestTwinMachine = TwinMachine.TestCase
-TestSecondsMachine = KeyedMachine.TestCase
-TestTenantMachine = TenantMachine.TestCase
-TestLfuMachine = LfuMachine.TestCase
-TestArcMachine = ArcMachine.TestCase
-TestS3FifoMachine = S3FifoMachine.TestCase
-for machine in (TestSecondsMachine, TestTenantMachine, TestLfuMachine, TestArcMachine, TestS3FifoMachine):
-    machine.settings = TwinMachine.TestCase.settings
+TestTwinMachine = other(BlockPoolMachine, in_python=True)
+TestSecondsMachine = other(KeyedMachine)
+TestTenantMachine = other(KeyedMachine, tenant_share=0.3)
+TestLfuMachine = other(KeyedMachine, eviction="lfu")
+TestArcMachine = other(KeyedMachine, eviction="arc")
+TestS3FifoMachine = other(KeyedMachine, eviction="s3-fifo")

@@ -10,10 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from penstock.kv.host.extent import ExtentLayout
 from tests.support.shared_host import SharedHost
 from tests.support.slots import chain
 
 SLOTS, BLOCK_BYTES, LINE_BYTES = 6, 512, 64
+LAYOUT = ExtentLayout(SLOTS, BLOCK_BYTES)
 CHAINS = [chain(4, first) for first in range(1, 5)]
 workers = st.integers(0, 1)
 chains = st.sampled_from(CHAINS)
@@ -60,7 +62,7 @@ class HostArenaMachine(RuleBasedStateMachine):
         before = extent.copy()
         worker = self.workers[number]
         self.loop.run_until_complete(worker.offload(hashes[:length]))
-        worker.tier._memory.close()
+        worker.kill()
         lines = len(extent) // LINE_BYTES
         is_new = np.random.default_rng(seed).random(lines) < (seed % 5) / 4
         old = before.reshape(lines, LINE_BYTES)
@@ -82,9 +84,8 @@ class HostArenaMachine(RuleBasedStateMachine):
 
     @rule(number=workers, where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
     def flip(self, number: int, where: float, bit: int) -> None:
-        layout = self.workers[number].tier._extent.layout
-        first = layout.records_offset
-        self.host.extent(number)[first + int(where * (layout.size_bytes - first))] ^= 1 << bit
+        first = LAYOUT.records_offset
+        self.host.extent(number)[first + int(where * (LAYOUT.size_bytes - first))] ^= 1 << bit
         self.has_damage = True
 
     @invariant()
