@@ -43,16 +43,6 @@ def test_chains_of_a_part_begin_with_their_parent():
     assert list(names.chains(4, 4)) == []
 
 
-def test_what_is_published_by_them_is_a_prefix_in_all_groups():
-    _, pool, windows = prefixes(9, 5)
-    names = windows.moved(HASHES)
-    block_ids = pool.allocate(len(names.hashes))
-    for count in (6, 8, 9):
-        for first, end, parent in names.chains(0, count):
-            pool.commit(block_ids[first:end], names.hashes[first:end], parent)
-        assert windows.longest(HASHES, len(pool.match(HASHES))) == (6 if count == 9 else 0)
-
-
 def test_one_table_moves_the_prompts_blocks_alone():
     names = KvNames(HASHES, np.zeros(0, np.uint64), len(HASHES))
     assert list(names.chains(0, 6)) == [(0, 6, None)]

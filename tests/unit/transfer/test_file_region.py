@@ -39,16 +39,6 @@ async def test_a_slab_is_kept_by_the_next_agent(tmp_path: Path) -> None:
         agent.register(FileRegion(tmp_path / "kv", SIZE))
 
 
-async def test_from_file_to_file_is_refused_with_the_reason(tmp_path: Path) -> None:
-    async with _play() as agent:
-        one = agent.register(FileRegion(tmp_path / "one", SIZE))
-        two = agent.register(FileRegion(tmp_path / "two", SIZE))
-        with pytest.raises(
-            TransferRefused, match="between files and main memory, and the local side is file"
-        ):
-            agent.post(READ, one.ranges(), two.ranges())
-
-
 async def test_a_peer_does_not_reach_a_file(tmp_path: Path) -> None:
     config = TransferConfig(listen=("memory",))
     async with TransferAgent("a", config) as agent, TransferAgent("b", config) as owner:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import (
-    ConfigError,
     Overloaded,
     PeerLost,
     TransferError,
@@ -110,18 +109,6 @@ async def test_disconnecting_meanwhile_ends_a_connect():
         assert transport.closed == 1
 
 
-async def test_agents_that_are_not_open_connect_to_nobody():
-    async with _play() as (agent, owner, transport):
-        connecting = asyncio.ensure_future(agent.connect(owner.metadata()))
-        await asyncio.sleep(0.1)
-        await agent.close()
-        transport.may.set()
-        with pytest.raises(PeerLost):
-            await connecting
-        with pytest.raises(TransferError, match="agent a is not open"):
-            await agent.connect(owner.metadata())
-
-
 async def test_regions_of_two_peers_with_one_number_are_two():
     async with _play() as (agent, owner, transport):
         transport.may.set()
@@ -161,11 +148,6 @@ async def test_notifications_to_itself_that_nobody_reads_are_refused():
         await prepared.post(TransferOp.WRITE).wait()
         assert await anext(agent.notifications()) == ("a", b"x")
         await prepared.post(TransferOp.WRITE, notify=b"x").wait()
-
-
-def test_a_transport_that_there_is_not_is_named():
-    with pytest.raises(ConfigError, match=r"transports: 'smh' is unknown; there are file, .*shm"):
-        TransferAgent("a", TransferConfig(transports=("smh",)))
 
 
 async def test_lists_that_were_mixed_up_are_refused():

@@ -31,16 +31,6 @@ def test_a_window_is_that_of_a_sliding_window(kind, tokens):
         KvGroup(kind, (), 1, tokens)
 
 
-def test_whole_contexts_come_first_then_the_largest_windows():
-    tables = KvGroups([window(33), window(64), FULL, MLA], SIZE)
-    assert [place.group for place in tables.places] == [2, 3, 1, 0]
-    assert not tables.is_one_table
-    assert KvGroups([MLA], SIZE).is_one_table
-    assert not KvGroups([window(64)], SIZE).is_one_table, (
-        "a prefix that loaded in part has no window at its end"
-    )
-
-
 def test_the_first_group_has_the_prompts_hashes_and_no_two_groups_share_a_name():
     tables = KvGroups([window(64), FULL, window(33)], SIZE)
     names = [place.names(HASHES) for place in tables.places]
@@ -60,15 +50,3 @@ def test_a_stored_block_tells_its_group_by_its_parent():
         2,
     ]
     assert tables.place_of(int(HASHES[4, 0]), int(HASHES[3, 0])) == 0
-
-
-def test_a_prefix_is_held_where_each_window_is_whole():
-    tables = KvGroups([FULL, window(33)], SIZE)
-    held = np.array([True, False, True, True, False, True])
-    assert tables.ends(6, [held]).tolist() == [0, 1, 4]
-    assert tables.ends(3, [held[:3]]).tolist() == [0, 1], "no further than the first group"
-    assert [(place.group, list(blocks)) for place, blocks in tables.to_load(4)] == [
-        (0, [0, 1, 2, 3]),
-        (1, [2, 3]),
-    ]
-    assert [list(blocks) for _, blocks in tables.to_load(1)] == [[0], [0]]

@@ -88,24 +88,6 @@ def test_a_request_preempted_while_its_load_is_under_way_waits_for_it_again():
     stage.check_free()
 
 
-def test_a_load_ends_once_all_have_left_and_nobody_joins_it_then():
-    stage = Stage()
-    for name in "ab":
-        stage.begin(name)
-    first = list(stage.tier.loads)
-    stage.leave("a")
-    stage.leave("b")
-    assert all(load.is_cancelled for load in first)
-    stage.begin("c")
-    assert len(stage.tier.loads) == 4, "a load of its own"
-    for _ in first:
-        stage.end(0)
-    while stage.tier.loads:
-        stage.end()
-    assert stage.take()["c"] == 10
-    stage.check_free()
-
-
 def test_a_load_ends_once_the_last_who_wait_have_what_they_need_of_it():
     stage = Stage()
     stage.begin("long")
@@ -174,18 +156,6 @@ def test_a_shorter_prompt_and_one_that_parts_end_with_what_they_share():
     assert stage.came == {"whole": 10, "short": 3, "parts": 10}
     assert stage.held["parts"][:5] == stage.held["whole"][:5]
     assert set(stage.held["parts"][5:]).isdisjoint(stage.held["whole"])
-    stage.check_free()
-
-
-def test_one_who_comes_late_is_told_at_once_of_what_is_there():
-    stage = Stage()
-    stage.begin("a")
-    stage.end()
-    stage.begin("b")
-    assert stage.take() == {"a": 2, "b": 2}
-    while stage.tier.loads:
-        stage.end()
-    assert stage.take() == {"a": 10, "b": 10}
     stage.check_free()
 
 

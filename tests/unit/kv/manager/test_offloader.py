@@ -137,16 +137,6 @@ def test_without_requests_what_waits_is_drained():
     assert scene.copied() == 1, "what was drained is no debt"
 
 
-def test_a_closed_offloader_begins_nothing():
-    scene = Scene(OffloadPolicy(bytes_per_s=32.0))
-    for seed in range(3):
-        scene.leave(seed)
-    scene.copied()
-    scene.offloader.close()
-    scene.clock.advance(1000.0)
-    assert scene.copied() == 0
-
-
 WRITE_BACK = OffloadPolicy(mode=OffloadMode.WRITE_BACK)
 
 
@@ -192,24 +182,6 @@ def test_a_long_prefix_that_goes_on_is_written_back_from_its_first_block_and_onc
     assert {*chain(1, 24)[:, 0].tolist()} <= scene.tier.keys
     assert scene.counters.offloaded_blocks <= 24 + 10 * 8, "no block twice"
     assert scene.counters.dropped_blocks == 0
-
-
-def test_write_back_keeps_a_budget_and_an_admission():
-    policy = OffloadPolicy(Admission.SEEN_TWICE, 32.0 * 8, OffloadMode.WRITE_BACK)
-    scene = Scene(policy, num_blocks=64, eviction="seconds")
-    for seed in range(30):
-        scene.leave(seed)
-    assert scene.copied() == 0, "used once"
-    assert scene.counters.dropped_blocks == 0, "what is not admitted was not meant to be copied"
-    for _ in range(2):
-        scene.leave(99)
-    copied = []
-    for seed in range(100, 130):
-        scene.leave(seed)
-        scene.clock.advance(0.1)
-        copied.append(scene.copied())
-    assert max(copied) <= 2
-    assert sum(copied) + scene.counters.dropped_blocks == 8
 
 
 def test_what_is_cleared_is_neither_copied_nor_counted():

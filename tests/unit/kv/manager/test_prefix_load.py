@@ -71,15 +71,6 @@ def test_the_next_source_brings_what_one_failed_to():
     ]
 
 
-def test_a_source_that_is_not_worth_it_is_not_asked():
-    near, far = keeping(0, 1, 2, 3), keeping(0, 1, 2, 3)
-    asked = []
-    loading = Loading(near, far, is_worth=lambda *about: asked.append(about))
-    near.loads[0].end(1)
-    assert loading.ended == [1]
-    assert asked == [(far, 0.0, 3, 1)]
-
-
 def test_runs_after_a_missing_block_are_cancelled_and_waited_for():
     near, far = keeping(0, 1), keeping(2, 3)
     loading = Loading(near, far)
@@ -188,14 +179,3 @@ def test_a_run_ends_early_once_the_rest_is_computed_sooner():
     tier.loads[1].end()
     tier.loads[2].end()
     assert (loading.ended, len(tier.loads)) == ([6], 3)
-
-
-def test_runs_of_several_sources_load_their_chunks_side_by_side():
-    near, far = in_chunks(0, 1, 2), in_chunks(*range(3, 8))
-    loading = Loading(near, far)
-    assert (targets_of(near), targets_of(far)) == ([[100, 101], [102]], [[103, 104], [105, 106]])
-    far.loads[0].end()
-    assert (loading.load.arrived, len(far.loads)) == (0, 3)
-    near.loads[0].end()
-    near.loads[1].end()
-    assert loading.load.arrived == 5

@@ -78,16 +78,6 @@ def test_many_events_come_in_parts(monkeypatch):
     assert told(index) + told(index) == [("stored", 2, [3, 4, 5]), ("stored", 5, [6, 7])]
 
 
-def test_the_newest_blocks_are_of_the_packs_that_were_added_last():
-    index = PackIndex(16, 100)
-    assert len(index.newest(2)) == 0
-    index.add(pack("a", [5, 6]), 1.0)
-    index.add(pack("b", [0, 1, 2]), 2.0)
-    assert index.newest(2).tolist() == HASHES[[0, 1]].tolist()
-    assert index.newest(4).tolist() == HASHES[[0, 1, 2, 5]].tolist()
-    assert len(index.newest(100)) == len(index.find(index.newest(100))) == 5
-
-
 def test_many_packs_past_the_bound_cost_the_same_each():
     """Counts comparisons of dates, not seconds: each pack past the bound looks at a few others."""
     looks = 0

@@ -35,12 +35,6 @@ def listed(store: MemoryStore) -> dict[str, bytes]:
     return {row["path"]: bytes(obstore.get(store, row["path"]).bytes()) for row in rows}
 
 
-def flip(store: MemoryStore, key: str, byte: int) -> None:
-    raw = bytearray(bytes(obstore.get(store, key).bytes()))
-    raw[byte] ^= 1
-    obstore.put(store, key, bytes(raw))
-
-
 async def until(is_so: Callable[[], bool]) -> None:
     while not is_so():  # noqa: ASYNC110 - a time limit is around it
         await asyncio.sleep(0)
@@ -101,49 +95,6 @@ async def test_neighbours_are_got_by_one_request(monkeypatch: pytest.MonkeyPatch
     size = BLOCK_BYTES
     assert calls[0] == (size, FOUR)
     assert sorted(calls[1:]) == [(0, size), (2 * size, 2 * size)]
-
-
-@pytest.mark.parametrize("block", [0, 3, 5])
-async def test_a_flipped_bit_is_a_miss_and_the_block_is_stored_anew(block: int, capsys):
-    store = MemoryStore()
-
-    async with make(store, pack_bytes=1 << 20) as packs, make(store, pack_bytes=1 << 20) as other:
-        await packs.store(HASHES, BLOCKS)
-        (key,) = listed(store)
-        flip(store, key, head_bytes(6) + block * BLOCK_BYTES + 77)
-        await other.refresh()
-        into = targets(6)
-        assert await packs.load(HASHES, into) == block
-        assert (into[:block] == BLOCKS[:block]).all()
-        assert not into[block].any(), "damaged bytes do not reach the target"
-        assert (packs.counts.mismatched, packs.locate(HASHES)) == (1, block)
-        await packs.refresh()
-        assert packs.locate(HASHES) == block, "a list does not bring it back"
-        assert await other.load(HASHES, targets(6)) == block
-        assert await packs.store(HASHES, BLOCKS) == 6
-        assert await packs.load(HASHES, into) == 6
-        assert (into == BLOCKS).all()
-        await other.refresh()
-        assert await other.load(HASHES, targets(6)) == 6
-        packs.check()
-        other.check()
-    assert "".join(capsys.readouterr()).count("pack_mismatched") == 2
-
-
-@pytest.mark.parametrize("left", [0, 10, head_bytes(4), head_bytes(4) + BLOCK_BYTES + 5])
-async def test_a_pack_that_is_cut_off_is_a_miss(left: int):
-    store = MemoryStore()
-
-    await filled(store)
-    async with make(store) as packs:
-        await packs.refresh()
-        key, raw = next((key, raw) for key, raw in listed(store).items() if len(raw) > FOUR)
-        obstore.put(store, key, raw[:left])
-        assert await packs.load(HASHES, targets(6)) == max(left - head_bytes(4), 0) // BLOCK_BYTES
-        async with make(store) as later:
-            await later.refresh()
-            assert (later.locate(HASHES), later.counts.packs_refused) == (0, 1)
-            assert later.num_cached == 2
 
 
 async def test_the_oldest_packs_beyond_the_budget_are_deleted_in_all_namespaces():

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from penstock.core.hashing import block_hashes
-from penstock.core.types.events import BlockRemoved, BlockStored
+from penstock.core.types.events import BlockRemoved
 from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.kv.pool.pool import BlockPool
 
@@ -28,19 +28,6 @@ def fill(pool, hashes):
     pool.release(block_ids)
     pool.check()
     return block_ids
-
-
-def test_a_prefill_is_one_event_with_its_chain(make_pool):
-    pool = make_pool(8, 4)
-    hashes = chain(5)
-    block_ids = pool.allocate(5)
-    pool.commit(block_ids[:3], hashes[:3], None)
-    pool.commit(block_ids[3:], hashes[3:], int(hashes[2, 0]))
-    first, second = pool.take_events()
-    assert first == BlockStored(block_hashes=hashes[:3, 0].tobytes(), parent_block_hash=None, block_size=4)
-    assert second.parent_block_hash == int(hashes[2, 0])
-    assert unpack_hashes(second.block_hashes).tolist() == hashes[3:, 0].tolist()
-    assert pool.take_events() == ()
 
 
 def test_keys_are_all_128_bits(make_pool):

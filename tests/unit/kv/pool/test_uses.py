@@ -5,7 +5,7 @@ import math
 import pytest
 
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import BlockUse, PrefillPrice, UseKind
+from penstock.kv.pool.use import BlockUse, PrefillPrice
 from tests.unit.kv.pool.test_pool import chain
 
 KEYED = ("lfu", "arc", "s3-fifo", "seconds")
@@ -95,22 +95,6 @@ def test_a_use_of_lower_priority_leaves_one_that_has_not_ended(make_pool):
     assert [cached(pool, hashes) for hashes in (kept, usual)] == [3, 0]
 
 
-def test_seconds_keeps_what_is_used_again_beside_what_is_not(make_pool):
-    pool = make_pool(40)
-    chat = chain(8)
-    found = 0
-    for number in range(400):
-        run(pool, chain(6, first=1000 * (number + 1)))
-        if number % 6 == 5:  # 36 blocks later: with its own 8 more than the pool
-            found += run(pool, chat, BlockUse(UseKind.SESSION)) == 8
-    assert found > 50
-    lru = make_pool(40, "lru")
-    for number in range(400):
-        run(lru, chain(6, first=1000 * (number + 1)))
-        if number % 6 == 5:
-            assert run(lru, chat) < 8
-
-
 def test_a_dear_prefix_stays_before_a_cheap_one(make_pool):
     """Equal chances: what is deeper costs more to compute, unless a tier below gives it back."""
     for load_s, dear in ((math.inf, True), (1e-9, False)):
@@ -163,16 +147,6 @@ def test_blocks_that_two_tenants_use_are_the_last_users(make_pool):
     for number in range(4):  # of its own it has up to 8, and no more than 4 when others need room
         run(pool, chain(4, first=1000 * (number + 1)), BlockUse(tenant=1))
     assert cached(pool, shared) == 4
-
-
-def test_a_new_price_holds_for_what_is_cached(make_pool):
-    pool = make_pool(20, price=PrefillPrice(1.0, 1.0), block_size=1024)
-    deep, shallow = chain(12), chain(2, first=1000)
-    run(pool, deep)
-    run(pool, shallow)
-    pool.set_price(PrefillPrice(1.0, 1.0, 1e-9))
-    run(pool, chain(8, first=2000))
-    assert cached(pool, deep) <= 10
 
 
 def test_time_passes_while_a_pool_is_filled(make_pool):

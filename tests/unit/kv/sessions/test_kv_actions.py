@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from penstock.core.errors import RequestError
 from penstock.core.types.events import Tier
 from penstock.core.types.kv.actions import KvEvict, KvFlush, KvHeld, KvList, KvPin, KvReport, KvUnpin
-from penstock.core.wire import PackedHashes, pack_hashes
+from penstock.core.wire import pack_hashes
 from penstock.kv.sessions.actions import KvActions
 from tests.support.session_scene import OPEN, SessionScene
 
@@ -69,12 +69,6 @@ def test_the_device_alone_is_flushed_block_by_block():
     assert stage.cleared == 1
     with pytest.raises(RequestError, match="tier: must be device, or left out for all tiers, got disk"):
         stage.act(KvFlush(tier=Tier.DISK))
-
-
-@pytest.mark.parametrize("packed", [b"", b"1234"])
-def test_hashes_that_are_none_are_refused(packed):
-    with pytest.raises(RequestError, match="block_hashes: must be hashes of 16 bytes"):
-        Stage().act(KvEvict(block_hashes=PackedHashes(packed)))
 
 
 def test_a_check_refuses_what_a_pin_would_and_pins_nothing():

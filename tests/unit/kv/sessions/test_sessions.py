@@ -207,15 +207,6 @@ def test_without_a_share_nothing_is_kept():
         scene.sessions.pin("p", scene.hashes([1]), None)
 
 
-def test_a_cleared_session_ends_while_its_request_runs():
-    scene = Scene()
-    request = scene.begin("a", OPEN)
-    scene.sessions.clear()
-    scene.begin("a", OPEN)  # another one of this name
-    scene.run(request, [1, 2])
-    assert (scene.sessions.counts.cleared, scene.sessions.counts.pinned_blocks) == (1, 0)
-
-
 def test_an_answer_is_kept_for_its_next_turn_and_let_go_when_that_has_come():
     scene = Scene()
     scene.run(scene.begin_speculative(), [1, 2, 3], num_prompt=2)

@@ -13,22 +13,6 @@ from penstock.transfer.regions.arena import Arena
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
-@pytest.mark.parametrize("prefault", [True, False])
-def test_both_mappings_are_the_same_memory(prefault):
-    size = 3 * PAGE + 5
-    with (
-        Arena.create(size, prefault=prefault) as mine,
-        Arena.map(os.dup(mine.fd), size) as theirs,
-    ):
-        assert mine.is_resident is prefault
-        theirs.touch()
-        assert not mine.array.any()
-        mine.array[3 * PAGE + 4] = 7
-        theirs.array[0] = 9
-        assert (theirs.array[-1], mine.array[0]) == (7, 9)
-        assert theirs.address != mine.address
-
-
 def test_a_reader_needs_no_right_to_write():
     with Arena.create(PAGE) as mine:
         fd = os.open(f"/proc/self/fd/{mine.fd}", os.O_RDONLY)

@@ -57,14 +57,6 @@ def test_ranges_longer_than_a_slice_arrive_whole(rows, checksum):
     np.testing.assert_array_equal(target, expected)
 
 
-def test_a_long_range_that_overlaps_itself_is_moved():
-    array = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
-    expected = array.copy()
-    expected[500:9500] = array[:9000]
-    copy(columns(array, array, [(500, 0, 9000)]))
-    np.testing.assert_array_equal(array, expected)
-
-
 @pytest.mark.parametrize("length", [50, 5000])
 def test_bytes_that_change_meanwhile_are_noticed(length):
     class Disturbed(Mapped):

@@ -9,7 +9,7 @@ import pytest
 from penstock.core.descriptors import TransferCost
 from penstock.core.errors import DeadlineExceeded, TransferError, TransferRefused
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.requests.routes import Route, choose, next_of
+from penstock.transfer.requests.routes import Route, choose
 from penstock.transfer.transports.memory import MemoryTransport
 
 pytestmark = pytest.mark.virtual
@@ -105,18 +105,6 @@ async def test_a_transport_that_hangs_leaves_time_for_another_one():
         assert loop.time() - began_s == pytest.approx(2.0)
 
 
-def test_longer_rests_after_more_failures():
-    route = Route("a", FakeChannel(1e-3), FakeTransport("a", 1e-3))
-    rests = []
-    for _ in range(10):
-        route.failed(100.0)
-        rests.append(route.rests_until_s - 100.0)
-    assert rests == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
-    route.worked()
-    route.failed(100.0)
-    assert route.rests_until_s == 101.0
-
-
 @pytest.mark.parametrize("fault", [TransferRefused("never"), None])
 async def test_what_no_other_transport_would_do_better_is_final(fault):
     async with _play() as (agent, prepared, quick, slow):
@@ -175,13 +163,3 @@ def test_slowness_is_forgotten_with_time():
     names(both, 40, 100.0, {"quick": 0.5, "slow": 10e-3})
     assert choose(both, READ, 8, 1, 100.0)[0].name == "slow"
     assert choose(both, READ, 8, 1, 130.0)[0].name == "quick"
-
-
-def test_the_next_one_is_the_best_that_works():
-    both = routes()
-    third = Route("third", FakeChannel(1.0), FakeTransport("third", 1.0))
-    expected = {"quick": 1e-3, "slow": 10e-3, "third": 1.0}
-    assert next_of([*both, third], {"quick"}, expected, 0.0).name == "slow"
-    both[1].failed(0.0)
-    assert next_of([*both, third], {"quick"}, expected, 0.5).name == "third"
-    assert next_of(both, {"quick", "slow"}, expected, 0.5) is None

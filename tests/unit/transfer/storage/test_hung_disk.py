@@ -16,41 +16,16 @@ from penstock.transfer import Arena, FileRegion, TransferAgent, TransferConfig, 
 from penstock.transfer.storage.file import FileStorage
 from penstock.transfer.storage.io_threads import IoThreads
 from penstock.transfer.storage.slab import SUMS_SUFFIX
+from tests.support.sick_disk import SickDisk
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 SIZE = 1 << 20
 
 
-class SickDisk:
-    """Reads of one file hang until they are let go."""
-
-    def __init__(self) -> None:
-        self.sick = ""
-        self.hanging = threading.Semaphore(0)
-        self.healed = threading.Event()
-
-    def preadv(self, fd, buffers, offset):
-        self._perhaps_hang(fd)
-        return os.preadv(fd, buffers, offset)
-
-    def pwritev(self, fd, buffers, offset):
-        self._perhaps_hang(fd)
-        return os.pwritev(fd, buffers, offset)
-
-    def fdatasync(self, fd):
-        self._perhaps_hang(fd)
-        os.fdatasync(fd)
-
-    def _perhaps_hang(self, fd):
-        if self.sick and str(Path(f"/proc/self/fd/{fd}").readlink()) == self.sick:
-            self.hanging.release()
-            assert self.healed.wait(60)
-
-
 @asynccontextmanager
 async def hung(tmp_path: Path) -> AsyncIterator[tuple[TransferAgent, SickDisk, Any, Any, Any]]:
     """Give an agent with memory, a slab whose disk hangs, and one whose disk does not."""
-    disk = SickDisk()
+    disk = SickDisk(hangs_s=60)
     config = TransferConfig(listen=(), heartbeat_timeout_s=0.2)
     transport = FileStorage(threads=2, io_bytes=65_536, disk=disk)
     with Arena.create(SIZE) as arena:
@@ -60,11 +35,12 @@ async def hung(tmp_path: Path) -> AsyncIterator[tuple[TransferAgent, SickDisk, A
                 local = agent.register(arena)
                 for slab in (sick, well):
                     await agent.post(WRITE, local.ranges(), slab.ranges()).wait()
-                disk.sick = str(tmp_path / "sick")
+                disk.only = tmp_path / "sick"
+                disk.be("hangs")
                 yield agent, disk, local, sick, well
-                disk.healed.set()
+                disk.be("well")
         finally:
-            disk.healed.set()
+            disk.be("well")
 
 
 @pytest.mark.parametrize("op", [READ, WRITE])
@@ -84,14 +60,14 @@ async def test_a_disk_that_hangs_while_a_slab_is_opened_stops_neither_the_loop_n
     tmp_path: Path,
 ) -> None:
     async with hung(tmp_path) as (agent, disk, local, _, well):
-        disk.sick = str(tmp_path / "new")
+        disk.only = tmp_path / "new"
         new = agent.register(FileRegion(tmp_path / "new", SIZE))
         for op in (WRITE, READ):
             with pytest.raises(DeadlineExceeded):
                 await agent.post(op, local.ranges(), new.ranges(), timeout_s=0.05).wait()
         await agent.post(WRITE, local.ranges(), well.ranges()).wait()
         await asyncio.to_thread(disk.hanging.acquire)
-        disk.healed.set()
+        disk.be("well")
         await agent.post(WRITE, local.ranges(), new.ranges()).wait()
         await agent.post(READ, local.ranges(), new.ranges()).wait()
 
@@ -106,7 +82,7 @@ async def test_memory_that_a_hung_disk_may_still_write_is_in_quarantine(tmp_path
             await agent.deregister(local)
         with pytest.raises(MemoryInUse):
             await agent.deregister(sick)
-        disk.healed.set()
+        disk.be("well")
         for registration in (local, sick):
             async with asyncio.timeout(60):
                 while registration in agent.quarantined:  # noqa: ASYNC110 - a thread ends

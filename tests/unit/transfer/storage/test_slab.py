@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +15,10 @@ from penstock.transfer.storage.block_sums import BLOCK_BYTES
 from penstock.transfer.storage.extents import Extents
 from penstock.transfer.storage.io_threads import Bounce
 from penstock.transfer.storage.slab import SUMS_SUFFIX, Slab
+from tests.support.sick_disk import SickDisk
 
 SIZE = 16 * BLOCK_BYTES
 BOUNCE = Bounce(SIZE)
-
-
-class _SickDisk:
-    """Fails as it is told, by the name of the call."""
-
-    def __init__(self, **errors: int) -> None:
-        self.errors = errors
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._fail("preadv")
-        return os.preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._fail("pwritev")
-        return os.pwritev(fd, buffers, offset)
-
-    def fdatasync(self, fd: int) -> None:
-        self._fail("fdatasync")
-        os.fdatasync(fd)
-
-    def _fail(self, call: str) -> None:
-        if call in self.errors:
-            raise OSError(self.errors[call], os.strerror(self.errors[call]))
 
 
 def _made(path: Path, size_bytes: int, *disk: Any) -> Slab:
@@ -138,17 +115,6 @@ def test_another_size_or_a_damaged_file_of_checksums_is_refused(tmp_path: Path) 
         _made(tmp_path / "kv", SIZE)
 
 
-def test_a_slab_that_was_deleted_begins_empty(tmp_path: Path) -> None:
-    slab = _made(tmp_path / "kv", SIZE)
-    _write(slab, np.full(SIZE, 3, np.uint8))
-    slab.close()
-    (tmp_path / "kv").unlink()
-    again = _made(tmp_path / "kv", SIZE)
-    with pytest.raises(ChecksumMismatch, match="never written"):
-        _read(again, SIZE)
-    again.close()
-
-
 @pytest.mark.parametrize("path", [".", "missing/kv"])
 def test_where_no_file_can_be(tmp_path: Path, path: str) -> None:
     with pytest.raises(TransferError, match=r"cannot be opened as a slab: .* \(errno \d+\)"):
@@ -163,7 +129,7 @@ def test_no_space(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_or_ends_early_is_named_with_numbers(tmp_path: Path) -> None:
-    disk = _SickDisk()
+    disk = SickDisk()
     slab = _made(tmp_path / "kv", SIZE, disk)
     _write(slab, np.zeros(SIZE, np.uint8))
     disk.errors["pwritev"] = errno.ENOSPC
@@ -184,7 +150,8 @@ def test_a_disk_that_fails_or_ends_early_is_named_with_numbers(tmp_path: Path) -
 def test_a_file_system_without_direct_io_is_said_and_synced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    disk = _SickDisk(preadv=errno.EINVAL)
+    disk = SickDisk()
+    disk.errors["preadv"] = errno.EINVAL
     slab = _made(tmp_path / "kv", SIZE, disk)
     assert not slab.is_direct
     assert "slab_buffered" in capsys.readouterr().out

@@ -51,12 +51,6 @@ def test_pieces_are_the_whole_in_order(lengths, parts, ranges_max):
     assert np.array_equal(pairs.lengths, np.array(lengths, np.uint64)), "the whole was changed"
 
 
-def test_equal_shares():
-    pieces = cut(_pairs([100]), 3, 10)
-    assert [piece.total_bytes for piece in pieces] == [34, 34, 32]
-    assert [piece.local.offsets.tolist() for piece in pieces] == [[3], [37], [71]]
-
-
 def test_ranges_are_packed_by_region():
     ranges = Descriptors.joined([Descriptors.of(9, [1, 2], [3, 4]), Descriptors.of(4, 2**63, 5)])
     packed = PackedRanges.pack(ranges, {4: b"four", 9: b"nine"})
@@ -74,14 +68,6 @@ def test_ranges_are_packed_by_region():
 def _batch(data, *, checksum=True):
     addresses = np.array([data.ctypes.data, data.ctypes.data + 10], np.uint64)
     return Batch(5, addresses, np.array([10, 6], np.uint64), 16, checksum)
-
-
-def test_a_header_names_its_exchange_and_size():
-    batch = _batch(np.arange(16, dtype=np.uint8))
-    batch.check_header(batch.header())
-    other = Batch(6, batch.addresses, batch.lengths, 16, checksum=True)
-    with pytest.raises(ProtocolError, match="16 bytes for exchange 6"):
-        batch.check_header(other.header())
 
 
 def test_checksums_find_the_range_that_changed():
