@@ -21,6 +21,7 @@ from frontend_site import http as raw_http
 from prometheus_client import CollectorRegistry
 
 from penstock.cli import main
+from penstock.demo import MODEL_DIR
 from penstock.deploy.commands import router as router_command
 from penstock.deploy.commands.router import RouterCommandConfig
 from penstock.deploy.state import load_admin_token
@@ -340,22 +341,32 @@ def test_an_open_router_that_others_reach_is_said(monkeypatch, tmp_path):
     assert said("0.0.0.0") == []
 
 
-def test_wrong_settings_are_one_line(capsys):
-    for arguments, text in (
+DEMO = str(MODEL_DIR)
+URL_AND_EVENTS = ["--url", "http://a", "--url", "http://b", "--kv-events", "tcp://a:1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
         (["--port", "99999"], "--port: port: must be <= 65535"),
         (["--set", "receive.bytes_max=2000"], "body_bytes_max: must be <= receive.bytes_max"),
         (["--policy", "rondom"], "did you mean 'random'?"),
-        (["--set", "service.silenc_s=1"], "did you mean 'silence_s'?"),
-        (
-            ["--set", "service.router.queue.threshold_s=4"],
-            "service.router: queue has no effect on the router alone",
-        ),
+        (["--set", "service.router.queue.threshold_s=4"], "queue has no effect on the router alone"),
         (["--set", "service.router.no_worker_wait_s=4"], "service.router: no_worker_wait_s has no effect"),
-    ):
-        assert main(["router", *arguments]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert text in error, error
+        (["--url", "http://127.0.0.1:1"], "MODEL and either --url or --pool need each other"),
+        ([DEMO, "--url", "ftp://x"], "must be like http://host:8000, got 'ftp://x'"),
+        (["/no/such/model", "--url", "http://127.0.0.1:1"], "no such directory: /no/such/model"),
+        ([DEMO, "--prefill-url", "http://a"], "add --decode-url"),
+        ([DEMO, "--prefill-url", "http://a", "--decode-url", "http://a"], "http://a is named for two roles"),
+        ([DEMO, "--url", "http://a", "--kv-events", "tcp://a"], "expected tcp://HOST:PORT or ipc://PATH"),
+        ([DEMO, *URL_AND_EVENTS], "kv_events: must have one for each url, 2, got 1"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, text, capsys):
+    assert main(["router", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert "Traceback" not in error
 
 
 @contextlib.asynccontextmanager

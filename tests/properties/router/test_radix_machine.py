@@ -47,16 +47,36 @@ def contents(tree) -> Counter[tuple[int, int, int | None, Tier]]:
     return found
 
 
-class RadixMachine(RuleBasedStateMachine):
+class BothTrees(RuleBasedStateMachine):
+    """The native tree and its reference, which keep count, bounds and invariants alike."""
+
+    def begin(self, pairs_max):
+        self.native, self.reference = RadixTree(pairs_max), RadixTreePython(pairs_max)
+        self.bounded = pairs_max is not None
+        self.reclaiming = False
+
+    @rule()
+    def reclaim_all(self):
+        while self.native.reclaim(1):
+            self.native.check()
+        self.reclaiming = False
+
+    def compare_stats(self):
+        self.native.check()
+        self.reference.check()
+        ours, references = self.native.stats(), self.reference.stats()
+        assert ours[1:-1] == references[1:-1]
+        assert ours.nodes == references.nodes or (self.reclaiming and ours.nodes > references.nodes)
+
+
+class RadixMachine(BothTrees):
     """Both trees do the same; with room for everything, they equal the model exactly."""
 
     stored = Bundle("stored")
 
     @initialize(pairs_max=st.none() | st.integers(1, 30))
     def start(self, pairs_max):
-        self.native, self.reference = RadixTree(pairs_max), RadixTreePython(pairs_max)
-        self.bounded = pairs_max is not None
-        self.reclaiming = False
+        self.begin(pairs_max)
         self.copies: Counter[tuple[int, int, Tier]] = Counter()
         self.sources: dict[int, set[int]] = {}
 
@@ -122,12 +142,6 @@ class RadixMachine(RuleBasedStateMachine):
     def reclaim(self, blocks):
         self.reclaiming = self.native.reclaim(blocks)
 
-    @rule()
-    def reclaim_all(self):
-        while self.native.reclaim(1):
-            self.native.check()
-        self.reclaiming = False
-
     @rule(node=NODES, skip=st.integers(0, 2), beyond=st.lists(UNKNOWN, max_size=2))
     def match(self, node, skip, beyond):
         path = (chain_to(node) + beyond)[skip:]
@@ -176,11 +190,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        self.native.check()
-        self.reference.check()
-        ours, references = self.native.stats(), self.reference.stats()
-        assert ours[1:-1] == references[1:-1]
-        assert ours.nodes == references.nodes or (self.reclaiming and ours.nodes > references.nodes)
+        self.compare_stats()
         assert contents(self.native) == contents(self.reference)
         for slot in range(self.reference.num_slots):
             assert self.native.held_blocks(slot) == self.reference.held_blocks(slot)
@@ -191,17 +201,15 @@ class RadixMachine(RuleBasedStateMachine):
             assert copies == +self.copies
 
 
-class NonsenseMachine(RuleBasedStateMachine):
-    """Engines tell several parents of a block, in circles too: both trees keep count, bounds and invariants."""
+class NonsenseMachine(BothTrees):
+    """Engines tell several parents of a block, in circles too."""
 
     HASHES = st.lists(st.integers(0, 6), max_size=5)
     PARENTS = st.none() | st.integers(0, 6)
 
     @initialize(pairs_max=st.none() | st.integers(1, 10))
     def start(self, pairs_max):
-        self.native, self.reference = RadixTree(pairs_max), RadixTreePython(pairs_max)
-        self.bounded = pairs_max is not None
-        self.reclaiming = False
+        self.begin(pairs_max)
 
     @rule(slot=st.integers(0, 3), hashes=HASHES, parent=PARENTS, tier=TIERS)
     def store(self, slot, hashes, parent, tier):
@@ -221,19 +229,9 @@ class NonsenseMachine(RuleBasedStateMachine):
             tree.clear(slot)
         self.reclaiming = True
 
-    @rule()
-    def reclaim_all(self):
-        while self.native.reclaim(1):
-            self.native.check()
-        self.reclaiming = False
-
     @invariant()
     def agrees(self):
-        self.native.check()
-        self.reference.check()
-        ours, references = self.native.stats(), self.reference.stats()
-        assert ours[1:-1] == references[1:-1]
-        assert ours.nodes == references.nodes or (self.reclaiming and ours.nodes > references.nodes)
+        self.compare_stats()
         # Where parents go in a circle, one of them comes first: compared are the copies.
         assert copies(self.native) == copies(self.reference)
 

@@ -5,26 +5,16 @@ Two planted bugs show that these checks can fail: a summary that is never forgot
 
 import random
 from pathlib import Path
-from statistics import mean
-from typing import Any
 
-import msgspec
 import pytest
 
-from benchmarks.regions.link import DistantServer
 from benchmarks.regions.traffic import Traffic
 from benchmarks.regions.world import Federation, Loss, Outcome, Region, World
-from penstock.core import wire
-from penstock.core.types.kv.summary import PrefixSummary, chunk_hashes
-from penstock.core.types.requests import Request
-from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.engine.openai.health.breaker import Breaker
 from penstock.engine.openai.prefixes.advertised import AdvertisedPrefixes
 from penstock.graph import Overrides, load
-from penstock.router.index.region_index import AdvertisedShare
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.loop.loop import run
-from penstock.sim.workload.prompt import Prompt
 
 GRAPH = Path("examples/graphs/70b-h100-fp8-tp2-x8.yaml")
 WORKERS, DAY_S = 6, 60.0
@@ -126,53 +116,3 @@ def test_a_lost_region_that_is_still_priced_is_caught(monkeypatch: pytest.Monkey
     assert max(world.unanswered_s) > FOUND_OUT_S
     with pytest.raises(AssertionError):
         check(world, outcome)
-
-
-class Collecting(Watched):
-    """Notes the chunks of every prompt, and who gave requests to the first region."""
-
-    chunks: set[int]
-
-    def _request(self, number: int, prompt: Prompt) -> Request:
-        request = super()._request(number, prompt)
-        hashes = unpack_hashes(request.block_hashes)[::2]
-        self.chunks.update(chunk_hashes(hashes, self.deployment.graph.block_size).tolist())
-        return request
-
-    @property
-    def attracted(self) -> int:
-        """Requests that the others gave to the first region."""
-        servers = [server for region in self.regions[1:] for server in region.all_servers]
-        return sum(server.crossings.requests for server in servers if server.name.endswith("region-1"))
-
-
-@pytest.mark.nightly
-def test_a_region_that_lies_about_its_prefixes_is_soon_believed_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chunks: set[int] = set()
-    monkeypatch.setattr(Collecting, "chunks", chunks, raising=False)
-
-    def measured() -> tuple[int, float]:
-        """Give the requests that the first region gets from the others, and the mean TTFT of their clients."""
-        world, outcome = simulate(Federation(bytes_per_s=64_000), Collecting, None)
-        assert isinstance(world, Collecting)
-        ttfts_s = zip(outcome.ttft_s, outcome.regions, strict=True)
-        return world.attracted, mean(ttft_s for ttft_s, region in ttfts_s if region != 0)
-
-    honest, honest_s = measured()
-    lies, ask = pack_hashes([*chunks]), DistantServer.get
-
-    async def lie(server: DistantServer, path: str, **limits: Any) -> bytes:
-        content = await ask(server, path, **limits)
-        if not server.name.endswith("region-1"):
-            return content
-        summary = msgspec.msgpack.decode(content, type=PrefixSummary)
-        return wire.encode(msgspec.structs.replace(summary, since=0, version=summary.version + 1, added=lies))
-
-    monkeypatch.setattr(DistantServer, "get", lie)
-    attracted, attracted_s = measured()
-    monkeypatch.setattr(AdvertisedShare, "learn", lambda *_: None)
-    believed, believed_s = measured()
-    assert attracted - honest < 0.6 * (believed - honest), "what its answers do not confirm attracts fewer"
-    assert attracted_s - honest_s < 0.6 * (believed_s - honest_s)

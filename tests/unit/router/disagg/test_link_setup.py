@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.router.disagg.link_setup import LinkCredit, LinkSetup
+from penstock.router.disagg.link_setup import LinkSetup
 from penstock.router.policy.policies import make_policy
 from penstock.router.policy.selector import WorkerSelector
 from tests.support.kv_pairs import at, costly, pairs, worker
@@ -21,27 +21,6 @@ def charges(table, source=0, setups_s=SETUPS_S, now_s=0.0):
     charge_s = table.charge_s(source, setups_s, now_s)
     table.check(len(setups_s))
     return None if charge_s is None else charge_s.tolist()
-
-
-def test_a_link_for_which_all_was_credited_still_has_to_be_set_up():
-    table = links(2)
-    setups_s = np.array([0.0, 2.0])
-    table.credit_link(LinkCredit(0, 1, 2.0))
-    assert charges(table, setups_s=setups_s) is None
-    table.open(0, 1, 10.0)
-    assert charges(table, setups_s=setups_s, now_s=10.5) == [0.0, 1.5]
-    assert charges(table, setups_s=setups_s, now_s=12.0) is None
-    table.open(0, 1, 13.0)
-    assert charges(table, setups_s=setups_s, now_s=13.0) is None, "it was opened before"
-
-
-def test_other_workers_have_other_set_ups():
-    table = links(2)
-    table.moved(0, 1)
-    assert charges(table, setups_s=np.array([0.0, 2.0])) is None
-    assert charges(table, setups_s=np.array([3.0, 2.0])) == [3.0, 0.0], (
-        "slot 0 came, and is no prefill worker"
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """A request's whole life, on virtual time, with real workers and engines driven by hand."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
-import structlog
 
 from penstock.core.errors import (
     DeadlineExceeded,
@@ -22,7 +20,7 @@ from penstock.core.hashing import DEFAULT_KEY, block_hashes
 from penstock.core.ids import RequestId
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
+from penstock.core.wire import pack_hashes, unpack_tokens
 from penstock.router.config import MigrationConfig, RetryConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.dispatch.open_request import OpenRequest
@@ -407,40 +405,6 @@ async def test_open_requests_are_bounded_and_ids_are_unique(setting):
         await finish(setting, a, "a")
 
 
-@pytest.mark.slow
-@scenario(num_workers=1)
-async def test_a_host_with_2048_streams_is_lost_and_each_of_them_goes_on(setting):
-    """As many as a frontend takes; none is refused, and none goes on twice."""
-
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-
-    def of(request_id: str, token: int, finish: FinishReason | None = None) -> Delta:
-        return Delta(request_id=RequestId(request_id), token_ids=pack_tokens([token]), finish_reason=finish)
-
-    streams, first = 2048, setting.engines["w1"]
-    async with AsyncExitStack() as stack:
-        opened = [
-            await stack.enter_async_context(
-                setting.dispatcher.open(make_request(f"r{n}", (n % 99, n // 99, 3)))
-            )
-            for n in range(streams)
-        ]
-        readings = [asyncio.ensure_future(read_all(stream)) for stream in opened]
-        await asyncio.sleep(0.1)
-        for token in (1, 2):
-            first.step(deltas=[of(request_id, token) for request_id in first.requests])
-        await settle()
-        second = await setting.add("w2")
-        setting.kill("w1")
-        await asyncio.sleep(0.03)
-        assert 200 < len(second.requests) < 400
-        await asyncio.sleep(1.2)
-        assert len(second.submitted) == len(second.requests) == streams
-        assert all(request.num_emitted == 2 for request in second.submitted)
-        second.step(deltas=[of(request_id, 9, FinishReason.STOP) for request_id in second.requests])
-        assert [await reading for reading in readings] == [[[1, 2], [9]]] * streams
-
-
 @pytest.mark.virtual
 async def test_closing_the_dispatcher_ends_streams_clearly():
     async with MemoryCluster() as cluster:
@@ -537,49 +501,43 @@ async def test_a_request_prepared_for_a_former_revision_is_hashed_anew_or_refuse
             await setting.dispatcher.open(late).__aenter__()
 
 
-async def spread_of_a_burst(config: RouterConfig) -> tuple[list[int], list[Dispatcher]]:
-    """Have four routers get two requests each at the same moment; give how many each of eight workers has."""
+async def read_one(stream: OpenRequest) -> None:
+    async with stream:
+        await anext(stream)
+
+
+@pytest.mark.parametrize(
+    ("stale_routes_max", "expected"),
+    [(RetryConfig().stale_routes_max, [1] * 8), (0, [0] * 6 + [4, 4])],
+    ids=["again", "equal prompts on equal workers: all routers choose alike"],
+)
+@pytest.mark.virtual
+async def test_routers_that_choose_at_the_same_moment_choose_again_where_others_came_first(
+    stale_routes_max, expected
+):
+    """Four routers get two requests each at the same moment, and so many of eight workers have them then."""
+    config = RouterConfig(retries=RetryConfig(stale_routes_max=stale_routes_max))
     async with MemoryCluster() as cluster, AsyncExitStack() as stack:
         engines = [ManualEngine() for _ in range(8)]
         for number, engine in enumerate(engines):
             await cluster.start(f"w{number}", engine)
         dispatchers = [await stack.enter_async_context(cluster.dispatcher(config)) for _ in range(4)]
         await asyncio.sleep(0.01)
-        streams = [
-            dispatcher.open(make_request(f"r{n}-{m}"))
-            for n, dispatcher in enumerate(dispatchers)
-            for m in (1, 2)
-        ]
         async with asyncio.TaskGroup() as readers:
-            tasks = [readers.create_task(read_one(stream)) for stream in streams]
+            tasks = [
+                readers.create_task(read_one(dispatcher.open(make_request(f"r{n}-{m}"))))
+                for n, dispatcher in enumerate(dispatchers)
+                for m in (1, 2)
+            ]
             await asyncio.sleep(0.01)
-            spread = sorted(len(engine.requests) for engine in engines)
+            assert sorted(len(engine.requests) for engine in engines) == expected
             for dispatcher in dispatchers:
                 dispatcher.check()
             assert cluster.figure("prompt_tokens_total") == 8 * len(PROMPT), "however often they were sent"
             assert cluster.figure("decisions_total", policy="kv", reason="no_prefix") == 8
+            assert (cluster.figure("stale_routes_total") > 0) == (stale_routes_max > 0)
             for task in tasks:
                 task.cancel()
-        return spread, cluster.figure("stale_routes_total")
-
-
-async def read_one(stream: OpenRequest) -> None:
-    async with stream:
-        await anext(stream)
-
-
-def test_routers_that_choose_at_the_same_moment_choose_again_where_others_came_first():
-    spread, stale_routes = run_virtual(spread_of_a_burst(RouterConfig()))
-    assert spread == [1] * 8
-    assert stale_routes > 0
-
-
-def test_a_request_that_was_outrun_often_enough_stays():
-    spread, stale_routes = run_virtual(
-        spread_of_a_burst(RouterConfig(retries=RetryConfig(stale_routes_max=0)))
-    )
-    assert spread == [0] * 6 + [4, 4], "equal prompts on equal workers: all routers choose alike"
-    assert stale_routes == 0
 
 
 @scenario()

@@ -10,7 +10,7 @@ import pytest
 from penstock.core.errors import Unavailable
 from penstock.core.types.cards import CardFile
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved
-from penstock.core.types.instances import EngineInfo, InstanceState, Role
+from penstock.core.types.instances import InstanceState, Role
 from penstock.core.types.requests import FinishReason, Request
 from penstock.core.wire import pack_hashes
 from penstock.router.config import RouterConfig
@@ -233,25 +233,6 @@ async def test_a_withdrawn_worker_may_finish_what_it_has(cluster, dispatcher, en
         assert (await anext(stream)).finish_reason is FinishReason.STOP
     await settle()
     assert not dispatcher.workers()
-
-
-@scenario(num_workers=1)
-async def test_workers_that_name_blocks_otherwise_wait_until_the_others_are_gone(
-    cluster, dispatcher, engines
-):
-    info = EngineInfo(
-        block_size=8, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
-    )
-    await cluster.start("w2", ManualEngine(info), card=small_card(block_size=8))
-    await asyncio.sleep(0.01)
-    assert view(dispatcher, "w2").condition is Condition.MISMATCHED
-    assert dispatcher.models()["tiny"].block_size == 4
-    assert await route(dispatcher, make_request("a")) == "w1"
-    cluster.worker("w1").stop()
-    await settle()
-    assert view(dispatcher, "w2").condition is Condition.READY
-    assert dispatcher.models()["tiny"].block_size == 8
-    assert dispatcher.models()["tiny"].context_length == 99
 
 
 @pytest.mark.parametrize(

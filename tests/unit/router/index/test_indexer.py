@@ -73,19 +73,6 @@ async def test_after_foreign_events_a_worker_is_asked_for_its_content_and_the_in
     ]
 
 
-@pytest.mark.virtual
-async def test_there_is_room_for_what_workers_say_they_have_and_a_warning_past_it():
-    indexer = Indexer(RouterConfig(), RouterMetrics(CollectorRegistry()))
-    hashes = np.random.default_rng(0).integers(0, 1 << 63, (13, 100_000), dtype=np.uint64)
-    indexer.expect(0, 1_000_000)
-    for prompt in hashes:
-        indexer.apply(0, [stored(prompt)], SIZE)
-    assert indexer.tree.held_blocks(0) == 1_300_000, "more than there is room for without workers"
-    indexer.leave(0)
-    indexer.expect(0, 10)
-    indexer.check()
-
-
 @pytest.mark.parametrize(
     ("config", "blocks", "fix"),
     [

@@ -107,10 +107,3 @@ def test_those_with_the_most_to_lend_are_listed_first_with_what_each_other_worke
     assert [slot for slot, _ in made.lenders(device, host, 1)] == [1]
     assert made.lenders(0 * device, 0 * host, 3) == []
     assert pairs(lending("d0"), worker("d1")).lenders(device[:2], host[:2], 3) == [], "nobody reads"
-
-
-def test_nothing_counts_that_cannot_be_read():
-    made = pairs(lending("d0"), lending("d1", b"two", listens=("memory", "unix")))
-    assert lent(made, 0, [0, 5], [0, 2]) == [0, 0], "on another host without tcp"
-    made = pairs(lending("d0"), lending("d1", b"two", listens=("tcp",)))
-    assert lent(made, 0, [0, 5], [0, 2]) == [0, 7]

@@ -28,23 +28,6 @@ def test_a_session_stays_where_it_was_opened_until_it_is_closed():
     known.check()
 
 
-def test_later_requests_are_sent_as_those_of_an_open_session():
-    known = OpenSessions(10, 100)
-    known.taken(ask("a", OPEN), 1, 0)
-    assert known.control_for(ask("a"), 1) == OPEN
-    assert known.control_for(ask("a", CLOSE), 1) == CLOSE
-    assert known.control_for(ask("b"), 1) is None
-
-
-def test_a_session_follows_its_latest_request():
-    known = OpenSessions(10, 100)
-    known.taken(ask("a", OPEN), 1, 0)
-    assert known.taken(ask("a"), 1, 1) is None
-    assert known.taken(ask("a"), 2, 1) == 1  # its worker was lost
-    assert known.worker_of(ask("a"), 2) == 2
-    assert known.taken(ask("a", CLOSE), 3, 4) == 2
-
-
 def test_what_is_remembered_is_bounded_in_number_and_time():
     known = OpenSessions(2, 100)
     for second, name in enumerate("abc"):

@@ -144,19 +144,6 @@ async def test_a_queue_is_shared_by_the_prompts_that_are_computed_beside_each_ot
         await asyncio.sleep(0.1)
 
 
-@scenario(num_workers=3)
-async def test_every_worker_gets_no_more_than_it_has_room_for(setting, group):
-    for number in range(7):
-        group.create_task(setting.read(f"r{number}"))
-    await asyncio.sleep(0.1)
-    assert [len(engine.requests) for engine in setting.engines.values()] == [1, 1, 1]
-    for left in (4, 3, 2, 1, 0, 0, 0):
-        assert setting.num_queued == left
-        setting.finish(min(setting.running()))
-        await asyncio.sleep(0.1)
-        assert all(len(engine.requests) <= 1 for engine in setting.engines.values())
-
-
 @pytest.mark.parametrize(
     ("policy", "queue", "warns"),
     [
@@ -256,20 +243,6 @@ async def test_a_held_request_ends_by_its_deadline(setting, group):
         await setting.read("b", deadline_s=2.0)
     assert asyncio.get_running_loop().time() - began_s == pytest.approx(2.0)
     setting.finish("a")
-
-
-@scenario()
-async def test_a_reader_that_leaves_is_gone_at_once_and_the_next_one_goes(setting, group):
-    readers = {name: group.create_task(setting.read(name)) for name in "abc"}
-    await asyncio.sleep(0.1)
-    readers["b"].cancel()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert setting.num_queued == 1
-    setting.finish("a")
-    await asyncio.sleep(0.1)
-    assert setting.sent == ["a", "c"]
-    setting.finish("c")
 
 
 @scenario(num_workers=2)

@@ -1,4 +1,4 @@
-"""The router alone over running servers: it follows their KV events, and names prefill and decode servers as pairs."""
+"""The router alone over running servers: it names those that serve, follows their KV events, and names prefill and decode servers as pairs."""
 
 import asyncio
 import random
@@ -9,9 +9,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
+from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR
 from penstock.deploy.processes.watched_servers import WatchedServers
@@ -19,6 +21,7 @@ from penstock.engine.openai.config import ServerConfig
 from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
 from penstock.frontend.requests.route.model import RouteModel
 from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.router.service.gateway import Choice, Query, Stage
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 from tests.support.fake_server import FakeServer
 from tests.support.kv_publisher import endpoints, publishing
@@ -63,6 +66,9 @@ class Site:
         choice = await self.route(**body)
         await self.ask("/feedback", id=choice["id"], stage="finished")
         return choice["worker"], choice["why"]["decisions"][0]["candidates"][0]["overlap_blocks"]
+
+    def choose(self, *exclude: str) -> Choice:
+        return self.service.route(Query(model=MODEL, prompt="Hello there.", exclude=exclude))
 
     def view(self, name: str) -> Any:
         return next((view for view in self.service.workers() if view.name == name), None)
@@ -141,6 +147,72 @@ async def serving(
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             await front.close()
+
+
+# -- servers that come and go
+
+
+def two_servers(**settings: Any) -> tuple[list[FakeServer], Callable[[], dict[Role, dict[str, Any]]]]:
+    servers = [FakeServer(TOKENIZER), FakeServer(TOKENIZER, "sglang")]
+    return servers, lambda: {Role.AGGREGATED: {"url": [server.url for server in servers]} | settings}
+
+
+async def test_a_server_that_goes_gets_no_requests_until_it_is_back():
+    servers, roles = two_servers()
+    async with serving(roles, servers) as site:
+        await site.ready("server-1", "server-2")
+        assert {site.choose().worker for _ in range(8)} == {"server-1", "server-2"}
+        await servers[0].stop()
+        await site.until(lambda: site.view("server-1").condition == "unhealthy")
+        assert "connection refused" in site.view("server-1").problem
+        assert {site.choose().worker for _ in range(8)} == {"server-2"}
+        with pytest.raises(Unavailable):
+            site.choose("server-2")
+        await servers[0].start()
+        await site.ready("server-1")
+        assert site.choose("server-2").url == servers[0].url
+        life = ["ready", "unhealthy", "ready"]
+        await site.until(lambda: [state for name, state, _ in site.said if name == "server-1"] == life)
+
+
+async def test_a_server_of_another_model_or_without_health_is_never_named():
+    servers, roles = two_servers()
+    servers[0].model, servers[1].health_status = "llama", 500
+    async with serving(roles, servers) as site:
+        await site.until(lambda: len(site.said) == 2)
+        assert {name: state for name, state, _ in site.said} == {"server-1": "failed", "server-2": "failed"}
+        assert "serves 'llama', expected" in next(why for name, _, why in site.said if name == "server-1")
+        with pytest.raises(RequestError, match="no worker has it"):
+            site.choose()
+        servers[0].model = MODEL
+        await site.ready("server-1")
+        assert site.choose().worker == "server-1"
+
+
+async def test_failures_that_the_gateway_tells_open_the_breaker_and_a_good_trial_closes_it():
+    servers, roles = two_servers()
+    async with serving(roles, servers) as site:
+        await site.ready("server-1", "server-2")
+        refuse = servers[0].refuse
+        servers[0].refuse = lambda: web.json_response({"error": {"message": "no"}}, status=500)
+        for stage in (Stage.FAILED, Stage.FINISHED, Stage.FAILED, Stage.FAILED):
+            assert site.view("server-1").condition == "ready"
+            site.service.feedback(site.choose("server-2").id, stage)
+        await site.until(lambda: site.view("server-1").condition == "unhealthy")
+        assert "feedback says failed (2 requests in a row failed)" in str(site.said)
+        assert site.choose().worker == "server-2"
+        servers[0].refuse = refuse
+        await site.ready("server-1")
+
+
+async def test_requests_of_other_clients_count_as_load():
+    servers, roles = two_servers()
+    servers[0].metrics = "vllm:num_requests_running 50\nvllm:num_requests_waiting 9\n"
+    async with serving(roles, servers) as site:
+        await site.ready("server-1", "server-2")
+        await site.until(lambda: (site.view("server-1").load or {}).get("running_requests") == 50)
+        assert site.view("server-1").load["waiting_requests"] == 9
+        assert {site.choose().worker for _ in range(8)} == {"server-2"}
 
 
 # -- KV events
