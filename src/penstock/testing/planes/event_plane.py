@@ -72,7 +72,10 @@ class EventPlaneSuite:
 
     harness: ClassVar[HarnessFactory]
     is_carried: ClassVar[bool] = False
-    """Whether a carrier brings new events: they may come twice, and the worker has no subscriber for each connection."""
+    """Whether a carrier brings new events, and the worker has no subscriber for each connection.
+
+    Then events may come twice, and what comes before the carrier has connected is lost and asked for: that counts as faults.
+    """
     loop_factory: ClassVar[Callable[[], asyncio.AbstractEventLoop]] = asyncio.new_event_loop
 
     def run(self, scenario: Callable[[Scene], Awaitable[None]], config: EventConfig | None = None) -> None:
@@ -132,7 +135,9 @@ class EventPlaneSuite:
             assert host.blocks == {first + 1, first + 2}
             scene.connection.subscribe(4, Holder.HOST)
             await host.until_at(5)
-            assert (host.blocks, host.faults) == ({first + 1, first + 2, first + 3}, [])
+            assert host.blocks == {first + 1, first + 2, first + 3}
+            if not self.is_carried:
+                assert not host.faults
 
         self.run(scenario)
 
@@ -206,9 +211,10 @@ class EventPlaneSuite:
             await self.publish(scene, 1, 2, 3, 4)
             await follower.until_at(4)
             assert follower.blocks == {1, 2, 3, 4}
-            assert follower.subscriber.resyncs == 1
+            gaps = follower.faults.count(EventFault.GAP)
+            assert follower.subscriber.resyncs == gaps
+            assert gaps >= 1 if self.is_carried else gaps == 1
             assert follower.snapshots == 1, "the tail was enough"
-            assert follower.faults.count(EventFault.GAP) == 1
 
         self.run(scenario)
 
