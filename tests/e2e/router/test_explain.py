@@ -127,10 +127,8 @@ def test_a_log_of_a_deployment_is_replayed(deploy, capfd, monkeypatch, tmp_path)
         (["--replay", __file__], "no decisions in"),
         (["--replay", str(file), "--policy", "best"], "policy 'best' is unknown"),
         (["--policy", "kv"], "--policy: is for --replay FILE"),
-        (["x", "--replay", str(file)], "x and --replay"),
         (["x", "--last", "3"], "x and --last"),
         ([""], "REQUEST_ID: must be an answer's id"),
-        (["--replay", str(file), "--last", "3"], "--last: is for what a server says"),
         (["--replay", str(file), "--json"], "--json: is for what a server says"),
         (["--last", "0"], "--last: must be 1 to 64, got 0"),
     ):

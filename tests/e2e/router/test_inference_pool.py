@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.frontend.endpoint_picker.pool import PODS, POOLS, PoolServers
@@ -28,11 +29,10 @@ def pod(name: str, ip: str, *, ready: bool = True, app: str = "vllm") -> dict[st
     }  # fmt: skip
 
 
+@dataclass
 class Scene:
-    def __init__(self, server: ApiServer, client: KubernetesClient, service: RoutingService) -> None:
-        self.server = server
-        self.client = client
-        self.service = service
+    client: KubernetesClient
+    service: RoutingService
 
     async def put(self, body: dict[str, Any]) -> None:
         """Create a pod; the API server takes its status by the subresource only."""
@@ -72,7 +72,7 @@ async def scene() -> AsyncIterator[Scene]:
         group = await stack.enter_async_context(asyncio.TaskGroup())
         running = group.create_task(pool.run())
         stack.callback(running.cancel)
-        yield Scene(server, client, service)
+        yield Scene(client, service)
 
 
 async def test_ready_pods_are_servers_until_they_go():

@@ -156,14 +156,6 @@ def test_a_flood_that_begins_is_not_ahead_of_a_tenant_that_asks_all_the_time() -
     assert max(waits_s["quiet"][25:]) < 2 * alone_p99_s(), "each prompt of the flood takes more than a second"
 
 
-@pytest.mark.nightly
-def test_a_flood_of_long_prompts_moves_anothers_p99_little_where_workers_compute_several_at_once() -> None:
-    ranks = "roles.aggregated.data_parallel=4"
-    alone_s = np.percentile(ttfts_s(ranks, flood=0, quiet=45)["quiet"], 99)
-    waits_s = ttfts_s(*LARGE_QUEUE, ranks, flood=125, tokens=32_000, quiet=45)
-    assert np.percentile(waits_s["quiet"], 99) < 1.4 * alone_s
-
-
 @pytest.mark.parametrize("tokens", [TOKENS, pytest.param(32_000, marks=pytest.mark.nightly)])
 def test_a_flood_over_two_frontends_moves_anothers_p90_little(tokens: int) -> None:
     """Not its p99: a frontend that knew the flood alone has filled the workers with it before the other's first request."""

@@ -70,16 +70,6 @@ async def test_requests_go_to_a_holder_of_their_adapter_only(cluster, dispatcher
     assert view.adapters == ("b",)
 
 
-@scenario({"w1": ("a", "b")})
-async def test_prefixes_of_adapters_and_of_the_model_never_mix(cluster, dispatcher, engines):
-    cached = {}
-    for adapter in (None, "a", "b", None, "a", "b"):
-        request = asked(f"{adapter}{len(cached)}", adapter)
-        await answered(dispatcher, engines, request)
-        cached[request.request_id] = dispatcher.explain(request.request_id)[0].chosen.overlap_blocks
-    assert list(cached.values()) == [0, 0, 0, 5, 5, 5]
-
-
 @scenario({"w1": ("a", "tiny"), "w2": ("b",)})
 async def test_models_list_adapters_while_somebody_has_them(cluster, dispatcher, engines):
     assert list(dispatcher.models()) == ["tiny", "a", "b"]

@@ -289,39 +289,34 @@ async def test_who_gets_nowhere_for_too_long_ends_where_workers_stop(setting):
             await reading
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_that_cannot_serve_for_now_are_tried_again_later_and_not_for_ever(num_workers):
-    async def scene(setting: Setting) -> None:
-        tries = 0
-        loop = asyncio.get_running_loop()
+@scenario()
+async def test_workers_that_cannot_serve_for_now_are_tried_again_later_and_not_for_ever(setting):
+    tries = 0
+    loop = asyncio.get_running_loop()
 
-        async def refuse(request_id: str = "r") -> None:
-            nonlocal tries
-            await settle()
-            tries += 1
-            setting.end(request_id, Unavailable("its server is away"))
+    async def refuse(request_id: str = "r") -> None:
+        nonlocal tries
+        await settle()
+        tries += 1
+        setting.end(request_id, Unavailable("its server is away"))
 
-        async with setting.dispatcher.open(make_request()) as stream:
-            reading, begun_s = asyncio.ensure_future(anext(stream)), loop.time()
-            while not reading.done():
-                if any(engine.requests for engine in setting.engines.values()):
-                    await refuse()
-                await asyncio.sleep(0.01)
-            with pytest.raises(
-                Unavailable, match=r"9 workers in a row could not serve it .* its server is away"
-            ):
-                await reading
-            assert tries == 9
-            assert 5.0 < loop.time() - begun_s < 20.0
-        async with setting.dispatcher.open(make_request("again")) as stream:
-            reading = asyncio.ensure_future(anext(stream))
-            for _ in range(3):
-                await refuse("again")
-                await asyncio.sleep(2.0)
-            setting.engines[setting.holder("again")].emit("again", 7, finish=FinishReason.STOP)
-            assert (await reading).finish_reason is FinishReason.STOP
-
-    run_scenario(scene, num_workers=num_workers)
+    async with setting.dispatcher.open(make_request()) as stream:
+        reading, begun_s = asyncio.ensure_future(anext(stream)), loop.time()
+        while not reading.done():
+            if any(engine.requests for engine in setting.engines.values()):
+                await refuse()
+            await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable, match=r"9 workers in a row could not serve it .* its server is away"):
+            await reading
+        assert tries == 9
+        assert 5.0 < loop.time() - begun_s < 20.0
+    async with setting.dispatcher.open(make_request("again")) as stream:
+        reading = asyncio.ensure_future(anext(stream))
+        for _ in range(3):
+            await refuse("again")
+            await asyncio.sleep(2.0)
+        setting.engines[setting.holder("again")].emit("again", 7, finish=FinishReason.STOP)
+        assert (await reading).finish_reason is FinishReason.STOP
 
 
 @scenario()

@@ -58,9 +58,16 @@ def at_speed(seconds_of):
 THREE = pairs(lending("d0"), lending("d1"), lending("d2"))
 
 
+def priced(context, speeds, wait_s=None, readers=None):
+    """Price what could be loaded: at these speeds, behind loads that take so long."""
+    readers = context.eligible if readers is None else readers
+    waits = () if wait_s is None else (lambda _source: wait_s,)
+    return with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES, *waits, readers=readers)
+
+
 def test_blocks_of_others_cost_what_loading_them_takes():
     context = context_of([80, 0, 0], [10, 0, 0])
-    loads = with_peers(context, THREE, at_speed({(0, 1): TOKEN_S / 4}), BLOCK_BYTES, readers=context.eligible)
+    loads = priced(context, {(0, 1): TOKEN_S / 4})
     assert loads.sources.tolist() == [-1, 0, -1], "nobody has measured the way to the third"
     assert loads.context.overlap_blocks.tolist() == [90, 90, 0]
     saved = term(context, "prefill") - term(loads.context, "prefill")
@@ -71,57 +78,30 @@ def test_blocks_of_others_cost_what_loading_them_takes():
     assert context.overlap_blocks.tolist() == [90, 0, 0], "the request's own context is as it was"
 
 
-@pytest.mark.parametrize("token_s", [TOKEN_S, 2 * TOKEN_S, np.inf])
+@pytest.mark.parametrize("token_s", [TOKEN_S, np.inf])
 def test_what_loads_no_sooner_than_it_is_computed_changes_no_price(token_s):
-    context = context_of([80, 0, 0])
-    assert (
-        with_peers(
-            context,
-            THREE,
-            at_speed({(0, 1): token_s, (0, 2): token_s}),
-            BLOCK_BYTES,
-            readers=context.eligible,
-        )
-        is None
-    )
+    assert priced(context_of([80, 0, 0]), {(0, 1): token_s, (0, 2): token_s}) is None
 
 
 def test_what_a_worker_has_itself_counts_before_what_others_have():
     context = context_of([80, 30, 0], stored=[0, 20, 20], stored_token_s=TOKEN_S / 2)
-    speeds = {(0, 1): TOKEN_S / 10, (0, 2): TOKEN_S / 10}
-    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES, readers=context.eligible)
+    loads = priced(context, {(0, 1): TOKEN_S / 10, (0, 2): TOKEN_S / 10})
     assert loads.context.overlap_blocks.tolist() == [80, 80, 80]
-    expected = [
-        0,
-        20 * 16 * TOKEN_S / 2 + 30 * 16 * TOKEN_S / 10,
-        20 * 16 * TOKEN_S / 2 + 60 * 16 * TOKEN_S / 10,
-    ]
+    stored_s, block_s = 20 * 16 * TOKEN_S / 2, 16 * TOKEN_S / 10
+    expected = [0, stored_s + 30 * block_s, stored_s + 60 * block_s]
     assert term(loads.context, "onboard") == pytest.approx(expected)
 
 
 def test_loads_that_a_worker_serves_already_come_first():
-    context, speeds = context_of([80, 0, 0]), at_speed({(0, 1): TOKEN_S / 4})
-    loads = with_peers(
-        context, THREE, speeds, BLOCK_BYTES, lambda _source: 80 * 16 * TOKEN_S / 8, readers=context.eligible
-    )
-    assert term(loads.context, "onboard")[1] == pytest.approx(80 * 16 * TOKEN_S * (1 / 4 + 1 / 8))
-    assert (
-        with_peers(
-            context,
-            THREE,
-            speeds,
-            BLOCK_BYTES,
-            lambda _source: 80 * 16 * TOKEN_S / 2,
-            readers=context.eligible,
-        )
-        is None
-    )
+    context, speeds, prompt_s = context_of([80, 0, 0]), {(0, 1): TOKEN_S / 4}, 80 * 16 * TOKEN_S
+    loads = priced(context, speeds, wait_s=prompt_s / 8)
+    assert term(loads.context, "onboard")[1] == pytest.approx(prompt_s * (1 / 4 + 1 / 8))
+    assert priced(context, speeds, wait_s=prompt_s / 2) is None
 
 
 def test_prefill_workers_load_too_and_what_each_has_itself_is_kept():
     context = context_of([80, 0, 0], eligible=[True, True, False])
-    speeds = at_speed({(0, 1): TOKEN_S / 10, (0, 2): TOKEN_S / 10})
-    loads = with_peers(context, THREE, speeds, BLOCK_BYTES, readers=np.array([True, True, True]))
+    loads = priced(context, {(0, 1): TOKEN_S / 10, (0, 2): TOKEN_S / 10}, readers=np.array([True] * 3))
     assert loads.sources.tolist() == [-1, 0, 0]
     assert loads.context.eligible.tolist() == [True, True, False], "the third answers no request"
     own = loads.own.context(loads.context)

@@ -37,18 +37,3 @@ def test_what_is_remembered_is_bounded_in_number_and_time():
     known.check()
     assert [known.worker_of(ask(name), 120) for name in "bc"] == [1, None]
     assert len(known) == 1
-
-
-def test_what_a_worker_refuses_is_not_sent_with_later_requests():
-    known = OpenSessions(10, 100)
-    known.taken(ask("a", FOREVER), 1, 0)
-    known.refused(ask("a", FOREVER))
-    assert known.control_for(ask("a"), 1) is None
-    known.taken(ask("a", OPEN), 1, 1)
-    known.taken(ask("a", FOREVER), 1, 2)
-    known.refused(ask("a", FOREVER))
-    assert known.control_for(ask("a"), 3) == OPEN
-    assert known.worker_of(ask("a"), 3) == 1
-    known.refused(ask("a"))
-    known.refused(ask("b", OPEN))
-    assert known.control_for(ask("a"), 4) == OPEN
