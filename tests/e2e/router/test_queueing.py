@@ -9,7 +9,6 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-MODEL = "penstock-demo"
 TOKENS = 40
 TINY = {"kv_blocks": 48, "max_running_requests": 4, "mock": {"timing": {"step_s": 0.02}}}
 """Room for four requests, which take a second each."""

@@ -195,20 +195,6 @@ TestSummaries = Summaries.TestCase
 TestSummaries.settings = settings(stateful_step_count=30, deadline=None)
 
 
-def test_hottest_chunks_come_first_and_coldest_leave() -> None:
-    tree, config = RadixTree(None, 1), PrefixSummaryConfig(bytes_per_s=64, chunks_max=1024)
-    hot = HotPrefixes(tree, BLOCK, config, 0.0)
-    for family in range(6):
-        tree.store(0, path_of((family, CHUNKS)), None)
-    for family, times in ((0, 1), (2, 5), (4, 3)):
-        for _ in range(times):
-            hot.note(path_of((family, CHUNKS)))
-    changes = hot.changes(0, 1000, np.array([True]), 1.0)
-    assert unpack_hashes(changes.added).tolist() == chunk_hashes(path_of((2, CHUNKS)), BLOCK).tolist()
-    changes = hot.changes(changes.version, 1000, np.array([True]), 2.0)
-    assert unpack_hashes(changes.added).tolist() == chunk_hashes(path_of((4, CHUNKS)), BLOCK).tolist()
-
-
 def test_a_full_summary_makes_room_for_hotter_prefixes_and_repairs_who_is_far_behind() -> None:
     tree, config = RadixTree(None, 1), PrefixSummaryConfig(bytes_per_s=1_000_000, chunks_max=1024)
     hot, ready = HotPrefixes(tree, BLOCK, config, 0.0), np.array([True])

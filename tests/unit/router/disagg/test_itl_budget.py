@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from penstock.router.disagg.itl_budget import WINDOW_S
 from penstock.router.workers.loads import LoadTracker
 from penstock.testing.routing_policy import make_context, make_prices
 from tests.support.itl_budget import itl_budget
@@ -30,27 +29,6 @@ def test_a_late_step_costs_as_many_as_one_of_them_may_be_late():
     assert budget(accounts(0.01)).step_s.tolist() == pytest.approx([1.0, 1.0])
     assert budget(accounts(0.05), step_s=0.1).step_s.tolist() == pytest.approx([2.0, 2.0])
     assert (budget(accounts(), step_s=0.0).step_s > 0).all(), "of workers that say no times, too"
-
-
-def test_what_is_spent_comes_back_with_time():
-    table = accounts()
-    table.spend(1, 4.0, 100.0)
-    assert left(table, 100.0) == pytest.approx([10, 6])
-    assert left(table, 102.0) == pytest.approx([10, 8])
-    assert left(table, 104.0) == [10, 10]
-    assert left(table, 1e6) == [10, 10], "no more than a window's"
-
-
-def test_what_an_account_lacks_is_one_window_at_most_or_what_was_spent_at_once():
-    table = accounts()
-    table.spend(0, 15.0, 0.0)
-    assert left(table)[0] == pytest.approx(-5)
-    for _ in range(10):
-        table.spend(0, 9.0, 0.0)
-    assert left(table)[0] == pytest.approx(-WINDOW_S)
-    table.spend(0, 40.0, 0.0)
-    assert left(table)[0] == pytest.approx(-40)
-    assert left(table, 41.0)[0] == pytest.approx(1)
 
 
 def test_routers_share_what_may_be_late():

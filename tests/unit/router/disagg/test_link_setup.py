@@ -1,7 +1,6 @@
 """What requests are charged for links over which nothing has moved, and what becomes of it."""
 
 import msgspec
-import numpy as np
 import pytest
 
 from penstock.router.disagg.link_setup import LinkSetup
@@ -10,17 +9,10 @@ from penstock.router.policy.selector import WorkerSelector
 from tests.support.kv_pairs import at, costly, pairs, worker
 
 SELECTOR = WorkerSelector(make_policy("kv"))
-SETUPS_S = np.array([0.0, 2.0, 2.0, 1.0])
 
 
 def links(num_slots=4):
     return LinkSetup(num_slots, SELECTOR)
-
-
-def charges(table, source=0, setups_s=SETUPS_S, now_s=0.0):
-    charge_s = table.charge_s(source, setups_s, now_s)
-    table.check(len(setups_s))
-    return None if charge_s is None else charge_s.tolist()
 
 
 @pytest.mark.parametrize(

@@ -106,10 +106,6 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def read_all(stream: OpenRequest) -> list[list[int]]:
-    return [ids(delta) async for delta in stream]
-
-
 async def finish(setting: Setting, stream: OpenRequest, request_id: str = "r") -> list[int]:
     """Have the worker end the request; returns what the reader still gets."""
     await settle()
@@ -245,36 +241,6 @@ async def test_a_request_that_loses_worker_after_worker_is_quarantined(setting):
     await asyncio.sleep(60.0)
     async with setting.dispatcher.open(make_request("later")) as later:
         assert await finish(setting, later, "later") == [99]
-
-
-@pytest.mark.parametrize("names", ["a", "ab"])
-@scenario(num_workers=1)
-async def test_who_gets_on_may_lose_as_many_workers_as_it_takes_and_is_not_blamed(setting, names):
-    prompts = {name: (ord(name), 2, 3) for name in names}
-    async with AsyncExitStack() as stack:
-        readings = []
-        for name, prompt in prompts.items():
-            stream = await stack.enter_async_context(setting.dispatcher.open(make_request(name, prompt)))
-            readings.append(asyncio.ensure_future(read_all(stream)))
-        for number in range(12):
-            await asyncio.sleep(0.5)
-            holder = setting.holder(names[0])
-            for name in prompts:
-                assert holder == setting.holder(name), "there is one worker at a time"
-                setting.engines[holder].emit(name, number)
-                setting.engines[holder].emit(name, number)
-            await settle()
-            setting.kill(holder)
-            await setting.add(f"w{number + 2}")
-        await asyncio.sleep(0.5)
-        for name in prompts:
-            setting.engines[setting.holder(name)].emit(name, 99, finish=FinishReason.STOP)
-        for reading in readings:
-            await reading
-        assert stream.migrations == 12
-    for name, prompt in prompts.items():
-        async with setting.dispatcher.open(make_request(name, prompt)) as again:
-            assert await finish(setting, again, name) == [99]
 
 
 @scenario(config=RouterConfig(migrations=MigrationConfig(stalled_s_max=10.0)))

@@ -7,7 +7,6 @@ from penstock.router.policy.open_sessions import OpenSessions
 from penstock.testing.engines.probe import make_request
 
 OPEN = SessionControl(action=SessionAction.OPEN, ttl_s=20)
-FOREVER = SessionControl(action=SessionAction.OPEN, ttl_s=1e308)
 CLOSE = SessionControl(action=SessionAction.CLOSE)
 
 

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.policy.policies import choose
 from penstock.router.policy.predicted_seconds import ITL_WEIGHT, PredictedSeconds
 from penstock.testing.routing_policy import make_context, make_prices, some_contexts
 
@@ -156,15 +155,6 @@ def test_network_is_there_and_back_and_the_bytes_of_the_prompt():
     prices = make_prices(round_trip_s=[0.0, 0.08, 0.08], byte_s=[0.0, 0.0, 1e-4])
     # 100 tokens of 4 bytes and 7 hashes of 16
     assert term("network", prices=prices) == pytest.approx([0.0, 0.08, 0.08 + 512e-4])
-
-
-def test_a_hot_prefix_spreads_once_its_holder_is_busier_than_computing_it_again():
-    """80 of 100 tokens are shared: 0.8 ms. The holder is left when its queue is longer, and not before."""
-    for queued, expected in ((70, 0), (90, 1)):
-        context = make_context(
-            2, overlap_blocks=[5, 0], queued_prefill_tokens=[queued, 0], own_prefill_tokens=[queued, 0]
-        )
-        assert choose(POLICY.costs(context), context.eligible, 0) == expected
 
 
 @pytest.mark.parametrize(

@@ -41,20 +41,6 @@ class Reports:
         return self.send(**counted | changes)
 
 
-def test_a_change_is_followed_within_20_reports_and_one_way_only() -> None:
-    reports = Reports()
-    for _ in range(10):
-        reports.decode()
-    reports.slowness = 2.0
-    seen = []
-    for _ in range(20):
-        reports.decode()
-        seen.append(reports.price_correction.factor)
-    assert seen == sorted(seen)
-    assert seen[-1] == pytest.approx(2.0, rel=0.05)
-    assert max(seen) <= 2.0 + 1e-9
-
-
 @pytest.mark.parametrize(
     ("steps", "changes"),
     [(7, {}), (50, {"prefilled_tokens": 1}), (50, {"running_requests": 0})],
