@@ -1,4 +1,4 @@
-"""Figures in sentences of README, docs/benchmarks.md and docs/routing-compared.md are those of benchmarks/results; `test_tables` has the tables."""
+"""Figures in sentences are those of benchmarks/results, and sizes those of tools/install.py; `test_tables` has the tables."""
 
 import statistics
 import sys
@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from tables.read import figure, report, text  # noqa: E402 - beside the tests, not a package
+from install import SIZES_GB  # noqa: E402 - beside the tests, not a package
+from tables.read import figure, report, text  # noqa: E402
+from tables.readme import FILES  # noqa: E402
 
-FRONTENDS = ("frontend_again", "frontend")
 STARTS = [
     ("planner_azure", "trace_8b_start60"),
     ("planner_azure_70b", "trace_70b_start60"),
@@ -48,20 +49,24 @@ def listed(values: Iterable[float], form: str = ".2f") -> str:
 
 
 def readme() -> Iterator[str]:
-    def both(key: str) -> str:
-        return least_and_most(some(name, f"ratio_{key}") for name in FRONTENDS)
+    assert {report(name)["machine"]["cores"] for name in FILES} == {2}
+    yield "It was all measured on two CPU cores without a GPU, or in simulation where the row says so."
+    yield f"downloads {size('demo', 'cpu', 0)} into .venv"
+    yield f"it takes PyTorch's build for GPUs, {size('demo', 'pypi', 0)}."
 
-    paced = text(some("frontend", "ratio_paced_cpu_s_per_million_tokens"), ".2f")
-    again, first = (some(name, "ratio_ttfb_ms_p50_c1") for name in FRONTENDS)
-    yield (
-        f"its frontend alone took {both('stream_cpu_s_per_1000')} of the CPU time of Dynamo's for a streamed request (in fewer events), "
-        f"{both('unary_cpu_s_per_1000')} for a whole one and {paced} for a paced token, "
-        f"while a single stream's first byte took {again:.2f} to {first:.1f} times as long"
-    )
-    assert {
-        report(name)["machine"]["cpu"] for name in ("router", "transfer", "disagg", "engine", "plan")
-    } == {"AMD EPYC"}
-    yield "All of it ran on two cores of an AMD EPYC without a GPU, or in simulation."
+
+def quickstart() -> Iterator[str]:
+    for build, said in (("cpu", "for CPUs"), ("pypi", "for GPUs")):
+        yield f"| {said} | {size('demo', build, 0)} | {size('demo', build, 1)} |"
+
+
+def contributing() -> Iterator[str]:
+    yield f"{size('dev', 'cpu', 0)} to download, {size('dev', 'cpu', 1)} on disk"
+
+
+def size(what: str, build: str, which: int) -> str:
+    """Write the GB that `make` says it downloads (0) or needs on the disk (1)."""
+    return f"{SIZES_GB[what, build][which]:.1f} GB"
 
 
 def vllm() -> Iterator[str]:
@@ -208,6 +213,8 @@ CLAIMS = [
     (page, claim)
     for page, parts in {
         "README.md": (readme,),
+        "CONTRIBUTING.md": (contributing,),
+        "docs/quickstart.md": (quickstart,),
         "docs/benchmarks.md": (vllm, transfer, many_machines, regions, planner, eviction),
         "docs/routing-compared.md": (rerun,),
     }.items()
