@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.support
 try:
     import atheris
 except ModuleNotFoundError:
-    sys.exit("atheris is not installed: pip install atheris (the `fuzz` extra)")
+    sys.exit("atheris is not installed: `make fuzz-wire` installs it")
 
 with atheris.instrument_imports(include=["penstock"]):
     from penstock.core.descriptors import TransferOp
