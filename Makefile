@@ -28,7 +28,7 @@ DEMO_STAMP = $(VENV)/.installed-demo-native-$(NATIVE)
 STAMP = $(VENV)/.installed-dev-native-$(NATIVE)
 # Environments beside .venv, which the checkouts of this machine share; in the checkout where HOME cannot be written to.
 CACHE := $(shell mkdir -p "$(HOME)/.cache/penstock" 2>/dev/null && test -w "$(HOME)/.cache/penstock" && echo "$(HOME)/.cache/penstock" || echo .cache)
-# vLLM needs one of its own, of 3.5 GB.
+# vLLM needs one of its own, of 2.5 GB.
 PENSTOCK_VLLM ?= $(CACHE)/vllm
 VLLM_PYTEST = env PYTHONPATH=src PENSTOCK_VENV=$(VENV) $(PENSTOCK_VLLM)/bin/python -m pytest -p no:unraisableexception \
 	-o faulthandler_timeout=900 tests/vllm

@@ -100,7 +100,7 @@ def _prefixes() -> Iterator[list[str]]:
             for cell in carried
         ]
         yield _row(
-            "", f"mean TTFT, {len(found)} simulated loads of 8B and 70B on H100, 30 to 80 %",
+            "", f"mean TTFT, {len(found)} simulated loads of 8B and 70B on H100, 30 to 80 % of saturation",
             found, ("shorter", "longer"), unit=" ms", peer=f"the formula of {said}", files=_link("policies"),
         )  # fmt: skip
     samples = report("vllm_overhead")["samples"]
