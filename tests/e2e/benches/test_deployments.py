@@ -32,6 +32,7 @@ def test_mock(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 def test_cancel(tmp_path: Path) -> None:
     report = run("cancel", "--disconnects", "10", out=tmp_path / "cancel.json")
     figures = report["figures"]
@@ -39,6 +40,7 @@ def test_cancel(tmp_path: Path) -> None:
     assert min(report["limits"]["ask_ms_p50"], figures["cancel_to_free_ms_p50"]) > 0
 
 
+@pytest.mark.nightly
 def test_eval(tmp_path: Path) -> None:
     report = run("eval", "--engine", "mock", out=tmp_path / "eval.json")
     figures = report["figures"]

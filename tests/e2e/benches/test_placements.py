@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.command import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def test_placements(tmp_path: Path) -> None:

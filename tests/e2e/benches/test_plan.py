@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import command
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def test_a_quick_run_times_a_plan(tmp_path: Path) -> None:

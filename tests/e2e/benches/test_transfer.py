@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import command
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 QUICK = ("transfer", "--quick")
 SHAPES = ("1x128MiB", "2048x32KiB", "512x256KiB", "128x1MiB")
 
