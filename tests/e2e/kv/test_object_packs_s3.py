@@ -156,20 +156,3 @@ def test_a_server_that_dies_and_comes_back_empty_turns_it_off_once(capsys) -> No
     finally:
         server.kill()
     assert logged(capsys) == (1, 1, 1)
-
-
-async def test_requests_that_fail_now_and_then_are_tried_again(s3: S3Server) -> None:
-    async with proxy_of(s3) as proxy, make(proxy.url, "again", retries=3, refresh_s=1000.0) as packs:
-        await packs.refresh()
-        proxy.fail_next, proxy.drop_next = 1, 1
-        assert await packs.store(HASHES, BLOCKS) == 24
-        proxy.fail_next = 2
-        await check_loads(packs)
-
-
-async def test_a_bucket_that_is_not_there_is_said(s3: S3Server) -> None:
-    async with make(s3.url, "kv", bucket="nowhere") as packs:
-        with pytest.raises(TransferError, match="creating s3://nowhere/sub"):
-            await packs.store(HASHES, BLOCKS)
-        with pytest.raises(TransferError, match="listing s3://nowhere/sub"):
-            await packs.refresh()

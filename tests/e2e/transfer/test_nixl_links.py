@@ -22,7 +22,6 @@ async def test_links_that_end_leave_no_connections(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     config = TransferConfig(listen=("unix",), transports=("nixl",))
-
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         str(Path(__file__).parents[1] / "helpers" / "transfer_owner.py"),

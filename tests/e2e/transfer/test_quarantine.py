@@ -189,7 +189,6 @@ async def test_own_memory_is_in_quarantine_while_nixl_may_move_it_for_a_stopped_
     op: TransferOp, end: signal.Signals
 ) -> None:
     config = TransferConfig(listen=("unix",), heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, transports=("nixl",))
-
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         str(Path(__file__).parents[1] / "helpers" / "transfer_owner.py"),

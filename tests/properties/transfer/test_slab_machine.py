@@ -254,12 +254,3 @@ class SlabMachine(RuleBasedStateMachine):
 
 TestSlabMachine = pytest.mark.slow(SlabMachine.TestCase)
 TestSlabMachine.settings = settings(max_examples=12, stateful_step_count=12)
-
-
-def test_a_slab_whose_space_nobody_has_reserved_is_read_as_an_empty_one() -> None:
-    machine = SlabMachine()
-    try:
-        machine.choose_disk(most=BLOCK_BYTES)
-        machine.every_block_is_what_it_may_be()
-    finally:
-        machine.teardown()

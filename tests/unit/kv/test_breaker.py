@@ -52,7 +52,6 @@ async def load(tier: GuardedStore) -> int:
 @pytest.mark.virtual
 async def test_three_failures_in_a_row_turn_it_off_with_one_warning_and_it_returns(capsys):
     store, tier = guarded(failures_max=3, pause_s=1.0)
-
     for error in (TransferError("a"), None, TransferError("b"), TransferError("c")):
         store.error = error
         assert await load(tier) == (0 if error else 4)
@@ -78,7 +77,6 @@ async def test_three_failures_in_a_row_turn_it_off_with_one_warning_and_it_retur
 @pytest.mark.virtual
 async def test_a_store_that_hangs_for_a_minute_costs_three_deadlines_and_few_probes():
     store, tier = guarded(failures_max=3, pause_s=1.0)
-
     loop = asyncio.get_running_loop()
     store.takes_s, waited_s = 100.0, 0.0
     while loop.time() < 60:
@@ -95,7 +93,6 @@ async def test_a_store_that_hangs_for_a_minute_costs_three_deadlines_and_few_pro
 @pytest.mark.virtual
 async def test_one_probe_at_a_time_and_a_cancelled_one_makes_room_for_another():
     store, tier = guarded(failures_max=1, pause_s=1.0)
-
     store.error = TransferError("gone")
     await load(tier)
     store.error, store.takes_s = None, 0.5
@@ -113,7 +110,6 @@ async def test_one_probe_at_a_time_and_a_cancelled_one_makes_room_for_another():
 @pytest.mark.virtual
 async def test_mistakes_of_the_caller_are_told_and_do_not_count():
     store, tier = guarded(failures_max=1)
-
     store.error = ValueError("a buffer of 3 bytes")
     with pytest.raises(ValueError, match="3 bytes"):
         await load(tier)
@@ -123,7 +119,6 @@ async def test_mistakes_of_the_caller_are_told_and_do_not_count():
 @pytest.mark.virtual
 async def test_an_error_that_nobody_foresaw_counts_as_a_failure_and_the_tier_is_tried_again(capsys):
     store, tier = guarded(failures_max=1, pause_s=1.0)
-
     store.error = RuntimeError("no thread")
     assert await load(tier) == 0
     assert "no thread" in "".join(capsys.readouterr())

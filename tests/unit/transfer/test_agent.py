@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from penstock.core.descriptors import Region, TransferCost
+from penstock.core.descriptors import Region
 from penstock.core.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -16,74 +16,36 @@ from penstock.core.errors import (
     TransferRefused,
 )
 from penstock.transfer import MemoryKind, TransferAgent, TransferConfig, TransferOp, TransferState
-from penstock.transfer.transports.memory import MemoryTransport
+from tests.support.fake_transport import FakeTransport
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 pytestmark = pytest.mark.virtual
 IN_PROCESS = TransferConfig(listen=("memory",), transfers_max=2, notifications_max=3)
 
 
-class SlowTransport(MemoryTransport):
-    """Moves nothing, for as long as it takes until `free` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(threads=1, inline_bytes_max=0)
-        self.free = asyncio.Event()
-        self.fault: Exception | None = None
-        self.moved = 0
-
-    async def connect(self, link, contact, regions):
-        del link, contact, regions
-        return _SlowChannel(self)
-
-
-class _SlowChannel:
-    def __init__(self, transport):
-        self.transport = transport
-
-    def refusal(self, op, local, remote):
-        return None
-
-    def cost(self, op):
-        return TransferCost(1.0, 0.0, 1e9)
-
-    def prepare(self, op, pairs, *, checksum):
-        return self
-
-    def run_now(self):
-        return False
-
-    async def run(self):
-        await self.transport.free.wait()
-        if self.transport.fault is not None:
-            raise self.transport.fault
-        self.transport.moved += 1
-
-    def forget(self, region_id): ...
-
-    async def close(self): ...
-
-
 @asynccontextmanager
 async def _play():
-    transports = [SlowTransport(), SlowTransport()]
+    """Give agents whose transfers last until their channel is free."""
+    transports = [FakeTransport(), FakeTransport()]
+    channel = transports[0].channel
+    channel.free.clear()
     async with (
         TransferAgent("a", IN_PROCESS, transports=transports[:1]) as agent,
         TransferAgent("b", IN_PROCESS, transports=transports[1:]) as owner,
     ):
         local = agent.register(np.zeros(64, np.uint8), "here")
-        owned = owner.register(np.zeros(64, np.uint8), "there")
+        owner.register(np.zeros(64, np.uint8), "there")
         peer = await agent.connect(owner.metadata())
         prepared = agent.prepare(local.ranges(), peer.region("there").ranges(), peer)
-        yield agent, owner, transports[0], prepared, owned
+        yield agent, owner, channel, prepared
 
 
 async def test_a_transfer_is_pending_until_it_ends_and_then_notifies():
-    async with _play() as (agent, owner, transport, prepared, _owned):
+    async with _play() as (agent, owner, channel, prepared):
         handle = prepared.post(WRITE, notify=b"done")
         await asyncio.sleep(1)
         assert handle.state is TransferState.PENDING
-        transport.free.set()
+        channel.free.set()
         await handle.wait()
         assert handle.state is TransferState.DONE
         assert await anext(owner.notifications()) == ("a", b"done")
@@ -91,18 +53,18 @@ async def test_a_transfer_is_pending_until_it_ends_and_then_notifies():
 
 
 async def test_more_transfers_than_allowed_are_refused():
-    async with _play() as (_agent, _owner, transport, prepared, _owned):
+    async with _play() as (_agent, _owner, channel, prepared):
         first, second = prepared.post(READ), prepared.post(READ)
         with pytest.raises(Overloaded, match=r"2 transfers .*transfers_max"):
             prepared.post(READ)
-        transport.free.set()
+        channel.free.set()
         await first.wait()
         await second.wait()
         await prepared.post(READ).wait()
 
 
 async def test_deadlines_are_the_configured_ones_unless_given():
-    async with _play() as (_agent, _owner, _transport, prepared, _owned):
+    async with _play() as (_agent, _owner, _channel, prepared):
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         with pytest.raises(DeadlineExceeded, match="within 30 s"):
@@ -114,23 +76,23 @@ async def test_deadlines_are_the_configured_ones_unless_given():
 
 
 async def test_cancelling_the_wait_leaves_the_transfer_alone():
-    async with _play() as (_agent, _owner, transport, prepared, _owned):
+    async with _play() as (_agent, _owner, channel, prepared):
         handle = prepared.post(READ)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
                 await handle.wait()
         assert handle.state is TransferState.PENDING
-        transport.free.set()
+        channel.free.set()
         await handle.wait()
 
 
 async def test_cancel_before_the_first_turn_and_after_the_end():
-    async with _play() as (agent, _owner, transport, prepared, _owned):
+    async with _play() as (agent, _owner, channel, prepared):
         handle = prepared.post(READ)
         handle.cancel()
         with pytest.raises(TransferCancelled):
             await handle.wait()
-        transport.free.set()
+        channel.free.set()
         done = prepared.post(READ)
         await done.wait()
         done.cancel()
@@ -140,19 +102,19 @@ async def test_cancel_before_the_first_turn_and_after_the_end():
 
 
 async def test_a_fault_of_a_transport_is_an_error_of_the_transfer_only():
-    async with _play() as (agent, _owner, transport, prepared, _owned):
-        transport.fault = KeyError("oops")
-        transport.free.set()
+    async with _play() as (agent, _owner, channel, prepared):
+        channel.fault = KeyError("oops")
+        channel.free.set()
         with pytest.raises(TransferError, match="KeyError"):
             await prepared.post(READ).wait()
-        transport.fault = None
+        channel.fault = None
         await prepared.post(READ).wait()
         assert agent.counters.failed_transfers == {"memory": 1}
         assert agent.counters.transfers == {"memory": 1}
 
 
 async def test_a_peer_that_is_gone_ends_its_transfers():
-    async with _play() as (_agent, owner, _transport, prepared, _owned):
+    async with _play() as (_agent, owner, _channel, prepared):
         handle = prepared.post(READ)
         await owner.close()
         with pytest.raises(PeerLost, match="agent b is gone"):
@@ -162,7 +124,7 @@ async def test_a_peer_that_is_gone_ends_its_transfers():
 
 
 async def test_notifications_that_nobody_reads_end_the_link():
-    async with _play() as (agent, owner, _transport, prepared, _owned):
+    async with _play() as (agent, owner, _channel, prepared):
         for _ in range(5):
             agent.send_notification("b", b"x")
         await asyncio.sleep(0.1)
@@ -172,7 +134,7 @@ async def test_notifications_that_nobody_reads_end_the_link():
 
 
 async def test_a_notification_that_is_too_long_is_refused():
-    async with _play() as (agent, _owner, _transport, prepared, _owned):
+    async with _play() as (agent, _owner, _channel, prepared):
         with pytest.raises(TransferRefused, match="notification of"):
             agent.send_notification("b", bytes(2 << 20))
         with pytest.raises(TransferRefused, match="notification of"):
@@ -189,7 +151,7 @@ async def test_a_notification_that_is_too_long_is_refused():
     ],
 )
 async def test_what_is_no_memory_is_refused(memory, why):
-    async with TransferAgent("a", IN_PROCESS, transports=[SlowTransport()]) as agent:
+    async with TransferAgent("a", IN_PROCESS, transports=[FakeTransport()]) as agent:
         with pytest.raises(TransferRefused, match=why):
             agent.register(memory)
 

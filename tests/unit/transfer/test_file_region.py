@@ -19,7 +19,6 @@ def _play() -> TransferAgent:
 
 async def test_a_slab_is_kept_by_the_next_agent(tmp_path: Path) -> None:
     memory = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
-
     async with _play() as agent:
         local, slab = agent.register(memory), agent.register(FileRegion(tmp_path / "kv", SIZE, name="kv"))
         handle = agent.post(WRITE, local.ranges(), slab.ranges())

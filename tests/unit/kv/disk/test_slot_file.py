@@ -46,7 +46,6 @@ async def test_blocks_come_back_after_a_restart_too(tmp_path: Path, block_bytes:
 async def test_buffers_may_be_scattered_and_unaligned(tmp_path: Path) -> None:
     hashes = chain(3)
     blocks = content(hashes)
-
     slots = make(tmp_path)
     assert await slots.store(hashes, [bytes(row) for row in blocks]) == 3
     into = [bytearray(BLOCK_BYTES) for _ in range(3)]
@@ -61,7 +60,6 @@ async def test_buffers_may_be_scattered_and_unaligned(tmp_path: Path) -> None:
 
 async def test_the_least_recently_used_tails_make_room_before_and_after_a_restart(tmp_path: Path) -> None:
     old, used, new = chain(3, 1), chain(3, 2), chain(4, 3)
-
     slots = make(tmp_path, slots=6)
     await slots.store(used, content(used))
     await slots.store(old, content(old))
@@ -78,7 +76,6 @@ async def test_the_least_recently_used_tails_make_room_before_and_after_a_restar
 
 async def test_events_say_what_is_there_with_parents(tmp_path: Path) -> None:
     hashes = chain(4)
-
     slots = make(tmp_path, slots=4)
     await slots.store(hashes[:2], content(hashes[:2]))
     await slots.store(hashes[2:], content(hashes[2:]), parent=int(hashes[1, 0]))
@@ -114,7 +111,6 @@ async def test_another_namespace_is_refused_and_nothing_is_lost(
     fields = {name: getattr(NAMESPACE, name) for name in NAMESPACE.__struct_fields__}
     other = Namespace(**fields | change)
     assert other.digest != NAMESPACE.digest
-
     slots = make(tmp_path)
     await slots.store(hashes, content(hashes))
     await slots.close()
@@ -129,14 +125,12 @@ async def test_the_salt_itself_is_not_in_the_file(tmp_path: Path) -> None:
     namespace = Namespace(
         model_digest="a", dtype="b", layout="c", block_size=4, salt=b"a secret of the tenant"
     )
-
     await SlotFile(tmp_path / "kv", 8 * BLOCK_BYTES, BLOCK_BYTES, namespace).close()
     assert b"secret" not in (tmp_path / f"kv{SUFFIX}").read_bytes()
 
 
 async def test_a_file_may_become_longer_and_shorter(tmp_path: Path) -> None:
     hashes = chain(6)
-
     for size, held in ((6, 6), (12, 6), (3, 3), (6, 3)):
         slots = make(tmp_path, slots=size)
         if size == 6 and held == 6:
@@ -163,7 +157,6 @@ def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
 
 async def test_what_does_not_fit_is_not_stored(tmp_path: Path) -> None:
     hashes = chain(12)
-
     slots = make(tmp_path, slots=8)
     assert await slots.store(hashes, content(hashes)) == 8
     assert slots.counts.refused == 4
@@ -204,7 +197,6 @@ async def test_without_o_direct_it_says_so_once_and_works(
 
     monkeypatch.setattr("penstock.kv.disk.data.os.open", open_)
     hashes = chain(3)
-
     slots = make(tmp_path)
     assert not slots.is_direct
     await slots.store(hashes, content(hashes))

@@ -109,7 +109,6 @@ async def test_a_block_that_is_overwritten_while_another_worker_loads_it_is_only
 
 async def test_equal_bytes_under_another_record_do_not_count_as_loaded():
     """A record may change after the bytes were copied; whoever loads does not rely on the checksum alone."""
-
     host = SharedHost()
     one, two = host.worker(0), host.worker(1)
     await one.offload(chain(4))

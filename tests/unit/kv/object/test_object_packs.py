@@ -48,7 +48,6 @@ async def filled(store: object, **config: Any) -> None:
 @pytest.mark.parametrize("block_bytes", [100, 4096, BLOCK_BYTES, 10_000])
 async def test_what_one_writer_stored_another_loads(block_bytes: int):
     store, blocks = MemoryStore(), content(HASHES, block_bytes)
-
     async with make(store, block_bytes=block_bytes) as writer:
         protocol: BlockStore = writer
         assert protocol.locate(HASHES) == 0
@@ -67,7 +66,6 @@ async def test_what_one_writer_stored_another_loads(block_bytes: int):
 
 async def test_blocks_share_packs_of_the_wanted_size_also_across_stores():
     store = MemoryStore()
-
     async with make(store, gather_s=0.05) as packs:
         async with asyncio.TaskGroup() as group:
             for part in (HASHES[:1], HASHES[1:3], HASHES[3:]):
@@ -100,7 +98,6 @@ async def test_neighbours_are_got_by_one_request(monkeypatch: pytest.MonkeyPatch
 async def test_the_oldest_packs_beyond_the_budget_are_deleted_in_all_namespaces():
     store = MemoryStore()
     other = Namespace(model_digest="old", dtype="bfloat16", layout="layers", block_size=4)
-
     obstore.put(store, "kv/README", b"not ours")
     obstore.put(store, f"elsewhere/{FOLDER}/{'0' * 32}", b"x" * 100_000)
     async with make(store, other) as old:
@@ -124,7 +121,6 @@ async def test_the_oldest_packs_beyond_the_budget_are_deleted_in_all_namespaces(
 async def test_packs_beyond_their_age_are_deleted(monkeypatch: pytest.MonkeyPatch):
     store = MemoryStore()
     now = datetime.now(UTC)
-
     async with make(store, age_max_s=3600.0) as packs:
         await packs.store(HASHES, BLOCKS)
         assert await packs.collect() == 0
@@ -137,7 +133,6 @@ async def test_packs_beyond_their_age_are_deleted(monkeypatch: pytest.MonkeyPatc
 
 async def test_packs_of_other_writers_are_found_without_asking():
     store = MemoryStore()
-
     async with make(store, refresh_s=0.01) as reader:
         await filled(store)
         await until(lambda: reader.locate(HASHES) == 6)
@@ -183,7 +178,6 @@ class Sick:
 )
 async def test_errors_of_the_store_turn_the_tier_off_with_one_warning(monkeypatch, capsys, error: Exception):
     sick, breaker = Sick(monkeypatch), CircuitBreaker("object", failures_max=2, pause_s=0.0001)
-
     async with make(MemoryStore()) as packs:
         tier = GuardedStore(packs, breaker, timeout_s=5.0)
         assert await tier.store(HASHES[:4], BLOCKS[:4]) == 4
@@ -210,7 +204,6 @@ async def test_errors_of_the_store_turn_the_tier_off_with_one_warning(monkeypatc
 async def test_a_store_that_hangs_keeps_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch):
     sick = Sick(monkeypatch)
     monkeypatch.setattr("penstock.kv.object.packs._CLOSE_S", 0.01)
-
     async with make(MemoryStore()) as packs:
         await packs.store(HASHES[:4], BLOCKS[:4])
         sick.hangs = True
@@ -236,7 +229,6 @@ async def test_a_store_that_hangs_keeps_nobody_beyond_the_deadline(monkeypatch: 
 async def test_loads_do_not_wait_behind_puts_that_hang(monkeypatch: pytest.MonkeyPatch):
     sick = Sick(monkeypatch)
     monkeypatch.setattr("penstock.kv.object.packs._CLOSE_S", 0.01)
-
     async with make(MemoryStore(), requests=1) as packs:
         await packs.store(HASHES[:4], BLOCKS[:4])
         sick.hangs = True
@@ -249,7 +241,6 @@ async def test_loads_do_not_wait_behind_puts_that_hang(monkeypatch: pytest.Monke
 
 async def test_sources_may_change_once_a_store_gave_up():
     store = MemoryStore()
-
     async with make(store, gather_s=0.05) as packs:
         sources = BLOCKS.copy()
         with pytest.raises(DeadlineExceeded):
@@ -263,7 +254,6 @@ async def test_sources_may_change_once_a_store_gave_up():
 
 async def test_what_waits_is_put_when_it_is_closed():
     store = MemoryStore()
-
     async with make(store, gather_s=1000.0) as packs:
         with pytest.raises(DeadlineExceeded):
             await packs.store(HASHES[:2], BLOCKS[:2], timeout_s=0.0)

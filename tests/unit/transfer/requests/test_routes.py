@@ -6,58 +6,17 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from penstock.core.descriptors import TransferCost
-from penstock.core.errors import DeadlineExceeded, TransferError, TransferRefused
+from penstock.core.descriptors import Descriptors, TransferCost
+from penstock.core.errors import DeadlineExceeded, TransferCancelled, TransferError, TransferRefused
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
+from penstock.transfer.requests.handle import Telemetry, TransferHandle
 from penstock.transfer.requests.routes import Route, choose
 from penstock.transfer.transports.memory import MemoryTransport
+from tests.support.fake_transport import FakeTransport
 
 pytestmark = pytest.mark.virtual
 READ = TransferOp.READ
 CONFIG = TransferConfig(listen=("memory",), timeout_s=8.0)
-
-
-class FakeChannel:
-    def __init__(self, start_s):
-        self.start_s = start_s
-        self.fault = None
-        self.hangs = False
-        self.runs = 0
-
-    def refusal(self, op, local, remote):
-        return None
-
-    def cost(self, op):
-        return TransferCost(start_s=self.start_s, range_s=0, bytes_per_s=1e12)
-
-    def prepare(self, op, pairs, *, checksum):
-        return self
-
-    def run_now(self):
-        return False
-
-    async def run(self):
-        self.runs += 1
-        if self.hangs:
-            await asyncio.sleep(1e6)
-        if self.fault:
-            raise self.fault
-
-    async def close(self): ...
-
-
-class FakeTransport(MemoryTransport):
-    def __init__(self, name, start_s):
-        super().__init__(threads=1, inline_bytes_max=0)
-        self.name = name
-        self.channel = FakeChannel(start_s)
-        self.users = []
-
-    async def connect(self, link, contact, regions):
-        return self.channel
-
-    def lingering(self, user):
-        return self.users
 
 
 @asynccontextmanager
@@ -93,12 +52,12 @@ async def test_another_transport_takes_over_from_one_that_fails_and_it_rests():
 
 async def test_a_transport_that_hangs_leaves_time_for_another_one():
     async with _play() as (_agent, prepared, quick, slow):
-        quick.channel.hangs = True
+        quick.channel.free.clear()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         await prepared.post(READ).wait()
         assert loop.time() - began_s == pytest.approx(4.0), "half of the deadline"
-        slow.channel.hangs = True
+        slow.channel.free.clear()
         began_s = loop.time()
         with pytest.raises(DeadlineExceeded, match="within 2 s"):
             await prepared.post(READ, timeout_s=2).wait()
@@ -131,7 +90,8 @@ async def test_the_last_error_is_raised_when_all_have_failed():
 
 def routes():
     return [
-        Route(name, FakeChannel(s), FakeTransport(name, s)) for name, s in (("quick", 1e-3), ("slow", 10e-3))
+        Route(name, FakeTransport(name, s).channel, FakeTransport(name, s))
+        for name, s in (("quick", 1e-3), ("slow", 10e-3))
     ]
 
 
@@ -163,3 +123,62 @@ def test_slowness_is_forgotten_with_time():
     names(both, 40, 100.0, {"quick": 0.5, "slow": 10e-3})
     assert choose(both, READ, 8, 1, 100.0)[0].name == "slow"
     assert choose(both, READ, 8, 1, 130.0)[0].name == "quick"
+
+
+class Priced(MemoryTransport):
+    """One that says of itself what a test wants, and counts its moves."""
+
+    def __init__(self, name: str, cost: TransferCost) -> None:
+        super().__init__(threads=1, inline_bytes_max=1 << 16)
+        self.name = name
+        self._cost = cost
+
+    async def connect(self, link, contact, regions):
+        channel = await super().connect(link, contact, regions)
+        channel.cost = lambda op: self._cost
+        return channel
+
+
+@pytest.mark.parametrize(("setup_s", "before_it"), [(0.0, 0), (0.03, 3), (1e9, 50)])
+async def test_a_way_is_set_up_once_others_have_lost_as_much(setup_s, before_it):
+    """The quick one saves 10 ms a transfer."""
+    slow = TransferCost(start_s=0.02, range_s=0, bytes_per_s=1e12)
+    quick = TransferCost(start_s=0.01, range_s=0, bytes_per_s=1e12, setup_s=setup_s)
+    made = {name: [Priced("slow", slow), Priced("quick", quick)] for name in ("a", "b")}
+    async with (
+        TransferAgent("a", transports=made["a"]) as a,
+        TransferAgent("b", transports=made["b"]) as b,
+    ):
+        there, here = a.register(bytearray(1 << 16)), b.register(bytearray(1 << 16))
+        peer = await b.connect(a.metadata())
+        for route in peer.routes.values():
+            route.speeds.learn = lambda *_, **__: None
+        used = []
+        for _ in range(50):
+            estimate_s = b.estimate(READ, 1024, 1, peer)
+            transfer = b.post(
+                READ,
+                Descriptors.of(here.region_id, 0, 1024),
+                Descriptors.of(there.region_id, 0, 1024),
+                peer,
+            )
+            await transfer.complete()
+            used.append(transfer.telemetry.backend)
+            assert estimate_s == pytest.approx(transfer.telemetry.expected_s[used[-1]])
+        assert used == ["slow"] * before_it + ["quick"] * (50 - before_it)
+
+
+async def test_who_is_cancelled_twice_still_waits_until_memory_is_free():
+    handle = TransferHandle(Telemetry(num_bytes=1, ranges=1, backend="memory"))
+    asked = []
+    handle.cancels_by(lambda: asked.append("cancel"))
+    task = asyncio.ensure_future(handle.complete())
+    for _ in range(3):
+        await asyncio.sleep(0.1)
+        task.cancel()
+    await asyncio.sleep(0.1)
+    assert asked == ["cancel"]
+    assert not task.done(), "its bytes may still arrive"
+    handle.finish(TransferCancelled("it has ended"))
+    with pytest.raises(asyncio.CancelledError):
+        await task

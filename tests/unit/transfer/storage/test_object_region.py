@@ -47,7 +47,6 @@ async def test_whole_objects_are_put_and_parts_are_got_first(monkeypatch: pytest
     calls = _Calls(monkeypatch)
     region = ObjectRegion("memory:///", 2 * MIB + 8192, prefix="/kv/", object_bytes=MIB)
     whole, last = head_bytes(MIB) + MIB, head_bytes(8192) + 8192
-
     async with _play(region) as (agent, local, remote):
         half = np.arange(2) * (MIB // 2)  # two blocks that make up an object
         await agent.post(WRITE, local.ranges(half, MIB // 2), remote.ranges(half[::-1], MIB // 2)).wait()
@@ -99,7 +98,6 @@ async def test_an_object_that_somebody_changed_is_an_error(
     damage: Callable[[bytes], bytes], text: str
 ) -> None:
     store = obstore.store.MemoryStore()
-
     async with _play(ObjectRegion(store, MIB, object_bytes=MIB)) as (agent, local, remote):
         await agent.post(WRITE, local.ranges(0, MIB), remote.ranges()).wait()
         raw = bytes(obstore.get(store, "00000000").bytes())
@@ -136,7 +134,6 @@ async def test_a_store_that_cannot_be(
     url: str, options: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-
     async with TransferAgent("a", TransferConfig(listen=())) as agent:
         with pytest.raises(TransferRefused, match=f"{url}.*{text}"):
             agent.register(ObjectRegion(url, MIB, options=options))

@@ -295,7 +295,6 @@ async def test_a_peer_that_ucx_does_not_reach_is_told_when_they_meet(
 ) -> None:
     monkeypatch.setattr(nixl_channel, "_PROBE_S", 0.02)
     fakes = [FakeNixl(at_once=at_once), FakeNixl(at_once=at_once)]
-
     async with agents(fakes) as harness:
         handle = harness.agent.post(
             TransferOp.READ, harness.local.ranges(), harness.remote.ranges(), harness.peer

@@ -1,15 +1,16 @@
-"""Saves of a device process, with a tier that a test holds."""
+"""Saves and loads of a device process, with tiers that a test holds, and tiers that fail."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
+from penstock.kv.connector.loads import Loads
 from penstock.kv.connector.offloads import Offloads
 from penstock.kv.connector.orders import SaveOrder
 from penstock.kv.connector.staging import Staging
 from tests.support.connected import hashes_of
-from tests.support.held_tier import HeldTier
+from tests.support.held_tier import HeldLoad, HeldTier
 
 _TURNS = 20
 """Of the event loop: more than anything here takes."""
@@ -101,4 +102,27 @@ async def test_pieces_are_no_larger_than_a_tiers_room_and_what_it_does_not_take_
     tier.storing = set(hashes_of(2, 2)[:, 0].tolist())
     await offloads.save(SaveOrder(2, hashes_of(2, 2), 0, [7, 8]))
     assert offloads.dropped[tier.tier] == 2
+    staging.close()
+
+
+class UnreadableTier(HeldTier):
+    """Says that it has blocks, and cannot begin to load them."""
+
+    def load(
+        self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]
+    ) -> HeldLoad:
+        raise RuntimeError("no thread")
+
+
+async def test_blocks_that_a_tier_fails_to_load_take_no_slots() -> None:
+    hashes, staging = hashes_of(1, 3), Staging(HeldTier.block_bytes, 32 * 16)
+
+    async def write(targets: Sequence[int], slots: Sequence[BlockId]) -> None:
+        raise AssertionError("there is nothing to write")
+
+    loads = Loads([UnreadableTier(hashes[:, 0].tolist())], staging, write)
+    free = staging.loads.take_now(99)
+    staging.loads.give_back(free)
+    assert (await loads.hold(hashes)).slots == []
+    assert sorted(staging.loads.take_now(99)) == sorted(free)
     staging.close()
