@@ -14,7 +14,7 @@ from penstock.core.wire import encode
 from tests.support.shared_host import SharedHost
 from tests.support.slots import chain
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.within(600)]
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "arena_writer.py"
 KILLS = 30

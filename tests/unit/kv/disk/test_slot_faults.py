@@ -239,6 +239,7 @@ def mutate(data: bytearray, rng: random.Random) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.within(600)
 @pytest.mark.parametrize("files", [1_000, pytest.param(10_000, marks=pytest.mark.nightly)])
 async def test_mutated_record_files_give_no_traceback_and_no_wrong_block(tmp_path: Path, files: int) -> None:
     path, rng = tmp_path / "kv", random.Random(1)
