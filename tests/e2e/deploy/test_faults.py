@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from penstock.runtime.discovery.hub import LocalHub
+from tests.support.coroutines import given_by
 
 pytestmark = pytest.mark.slow
 
@@ -20,146 +21,132 @@ TOKENS = 200
 RSS_GROWTH_MAX = 8 << 20
 
 
-def test_a_worker_killed_in_the_middle_of_a_stream_is_not_noticed(deploy):
-    async def scenario(site):
-        undisturbed = await site.tell(PROMPT, max_tokens=TOKENS)
-        text, chunks, usage, victim = "", 0, None, None
-        async for chunk in site.stream(PROMPT, max_tokens=TOKENS):
-            text += site.text_of(chunk)
-            usage = chunk.usage or usage
-            chunks += 1
-            if chunks == TOKENS // 4:
-                victim = await busy_worker(site)
-                site.kill(victim)
-        assert victim is not None
-        assert text == undisturbed[0]
-        assert (usage.prompt_tokens, usage.completion_tokens) == (undisturbed[1].prompt_tokens, TOKENS)
-        assert any(line.startswith(f"{victim} failed killed by SIGKILL") for line in site.said)
+@given_by("deploy", workers=2)
+async def test_a_worker_killed_in_the_middle_of_a_stream_is_not_noticed(site):
+    undisturbed = await site.tell(PROMPT, max_tokens=TOKENS)
+    text, chunks, usage, victim = "", 0, None, None
+    async for chunk in site.stream(PROMPT, max_tokens=TOKENS):
+        text += site.text_of(chunk)
+        usage = chunk.usage or usage
+        chunks += 1
+        if chunks == TOKENS // 4:
+            victim = await busy_worker(site)
+            site.kill(victim)
+    assert victim is not None
+    assert text == undisturbed[0]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (undisturbed[1].prompt_tokens, TOKENS)
+    assert any(line.startswith(f"{victim} failed killed by SIGKILL") for line in site.said)
+
+    async def back():
+        return await site.ready_workers() == 2
+
+    await site.until(back)
+    assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == text
+
+
+@given_by("deploy")
+async def test_the_only_worker_goes_on_with_its_streams_once_it_is_back(site):
+    undisturbed, _ = await site.tell(PROMPT, max_tokens=TOKENS)
+    text = ""
+    async for chunk in site.stream(PROMPT, max_tokens=TOKENS):
+        if not text:
+            site.kill("worker-1")
+        text += site.text_of(chunk)
+    assert text == undisturbed
+
+
+@given_by("deploy", workers=2)
+async def test_all_streams_survive_one_worker(site):
+    prompts = [f"{n} {PROMPT}" for n in range(16)]
+    undisturbed = await asyncio.gather(*(site.tell(prompt, max_tokens=TOKENS) for prompt in prompts))
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(site.tell(prompt, max_tokens=TOKENS)) for prompt in prompts]
+        await site.until(all_busy(site))
+        site.kill("worker-1")
+    for task, (text, usage) in zip(tasks, undisturbed, strict=True):
+        assert task.result()[0] == text
+        assert task.result()[1].prompt_tokens == usage.prompt_tokens
+        assert task.result()[1].completion_tokens == TOKENS
+
+
+@given_by("deploy", workers=2)
+async def test_streams_and_new_requests_go_on_without_the_hub(site):
+    undisturbed, _ = await site.tell(PROMPT, max_tokens=TOKENS)
+    async with asyncio.TaskGroup() as group:
+        stream = group.create_task(site.tell(PROMPT, max_tokens=TOKENS))
+        await site.until(all_busy(site, 1))
+        hub = site.deployment.hub
+        for client in tuple(hub.server.sessions):
+            client.channel.abort("killed by a test")
+        await hub.close()
+        meanwhile = group.create_task(site.tell(PROMPT, max_tokens=TOKENS))
+    assert stream.result()[0] == meanwhile.result()[0] == undisturbed
+    site.kill("worker-1")  # nobody can say that it is gone, but its connection does
+    assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == undisturbed
+    again = LocalHub(hub.identity, listen=hub.address)
+    await again.start()
+    try:
 
         async def back():
             return await site.ready_workers() == 2
 
         await site.until(back)
-        assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == text
-
-    deploy(scenario, workers=2)
-
-
-def test_the_only_worker_goes_on_with_its_streams_once_it_is_back(deploy):
-    async def scenario(site):
-        undisturbed, _ = await site.tell(PROMPT, max_tokens=TOKENS)
-        text = ""
-        async for chunk in site.stream(PROMPT, max_tokens=TOKENS):
-            if not text:
-                site.kill("worker-1")
-            text += site.text_of(chunk)
-        assert text == undisturbed
-
-    deploy(scenario)
-
-
-def test_all_streams_survive_one_worker(deploy):
-    async def scenario(site):
-        prompts = [f"{n} {PROMPT}" for n in range(16)]
-        undisturbed = await asyncio.gather(*(site.tell(prompt, max_tokens=TOKENS) for prompt in prompts))
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(site.tell(prompt, max_tokens=TOKENS)) for prompt in prompts]
-            await site.until(all_busy(site))
-            site.kill("worker-1")
-        for task, (text, usage) in zip(tasks, undisturbed, strict=True):
-            assert task.result()[0] == text
-            assert task.result()[1].prompt_tokens == usage.prompt_tokens
-            assert task.result()[1].completion_tokens == TOKENS
-
-    deploy(scenario, workers=2)
-
-
-def test_streams_and_new_requests_go_on_without_the_hub(deploy):
-    async def scenario(site):
-        undisturbed, _ = await site.tell(PROMPT, max_tokens=TOKENS)
-        async with asyncio.TaskGroup() as group:
-            stream = group.create_task(site.tell(PROMPT, max_tokens=TOKENS))
-            await site.until(all_busy(site, 1))
-            hub = site.deployment.hub
-            for client in tuple(hub.server.sessions):
-                client.channel.abort("killed by a test")
-            await hub.close()
-            meanwhile = group.create_task(site.tell(PROMPT, max_tokens=TOKENS))
-        assert stream.result()[0] == meanwhile.result()[0] == undisturbed
-        site.kill("worker-1")  # nobody can say that it is gone, but its connection does
         assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == undisturbed
-        again = LocalHub(hub.identity, listen=hub.address)
-        await again.start()
-        try:
-
-            async def back():
-                return await site.ready_workers() == 2
-
-            await site.until(back)
-            assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == undisturbed
-        finally:
-            await again.close()
-
-    deploy(scenario, workers=2)
+    finally:
+        await again.close()
 
 
-def test_a_client_that_goes_away_frees_its_blocks(deploy):
-    async def scenario(site):
-        async def idle():
-            load = await site.load("worker-1")
-            return load["running_requests"] == load["waiting_requests"] == load["active_blocks"] == 0
+@given_by("deploy")
+async def test_a_client_that_goes_away_frees_its_blocks(site):
+    async def idle():
+        load = await site.load("worker-1")
+        return load["running_requests"] == load["waiting_requests"] == load["active_blocks"] == 0
 
-        async def busy():
-            return (await site.load("worker-1"))["active_blocks"] > 0
+    async def busy():
+        return (await site.load("worker-1"))["active_blocks"] > 0
 
-        for _ in range(3):
-            stream = site.stream(PROMPT, max_tokens=3000)
-            await anext(stream)
-            await site.until(busy)
-            await stream.aclose()
-            await site.until(idle, timeout_s=2)
-
-    deploy(scenario)
+    for _ in range(3):
+        stream = site.stream(PROMPT, max_tokens=3000)
+        await anext(stream)
+        await site.until(busy)
+        await stream.aclose()
+        await site.until(idle, timeout_s=2)
 
 
-def test_a_stalled_reader_holds_up_nobody(deploy):
-    async def scenario(site):
-        worker = psutil.Process(site.deployment.pids()["worker-1"])
-        await site.tell(PROMPT, max_tokens=TOKENS)
-        before = worker.memory_info().rss
-        stalled = [stalled_stream(site.url, max_tokens=3000) for _ in range(8)]
-        try:
-            await site.until(all_busy(site, 8))
-            text, usage = await site.tell(PROMPT, max_tokens=TOKENS)
-            assert usage.completion_tokens == TOKENS
-            async with asyncio.timeout(60):
-                for _ in range(3):
-                    assert await site.tell(PROMPT, max_tokens=TOKENS) == (text, usage)
-            assert worker.memory_info().rss - before < RSS_GROWTH_MAX
-        finally:
-            for connection in stalled:
-                connection.close()
+@given_by("deploy")
+async def test_a_stalled_reader_holds_up_nobody(site):
+    worker = psutil.Process(site.deployment.pids()["worker-1"])
+    await site.tell(PROMPT, max_tokens=TOKENS)
+    before = worker.memory_info().rss
+    stalled = [stalled_stream(site.url, max_tokens=3000) for _ in range(8)]
+    try:
+        await site.until(all_busy(site, 8))
+        text, usage = await site.tell(PROMPT, max_tokens=TOKENS)
+        assert usage.completion_tokens == TOKENS
+        async with asyncio.timeout(60):
+            for _ in range(3):
+                assert await site.tell(PROMPT, max_tokens=TOKENS) == (text, usage)
+        assert worker.memory_info().rss - before < RSS_GROWTH_MAX
+    finally:
+        for connection in stalled:
+            connection.close()
 
-        async def idle():
-            return (await site.load("worker-1"))["active_blocks"] == 0
+    async def idle():
+        return (await site.load("worker-1"))["active_blocks"] == 0
 
-        await site.until(idle)
-
-    deploy(scenario)
+    await site.until(idle)
 
 
-def test_a_frontend_that_dies_comes_back_on_the_same_port(deploy):
-    async def scenario(site):
-        text, _ = await site.tell(PROMPT, max_tokens=8)
-        site.kill("frontend-1")
+@given_by("deploy")
+async def test_a_frontend_that_dies_comes_back_on_the_same_port(site):
+    text, _ = await site.tell(PROMPT, max_tokens=8)
+    site.kill("frontend-1")
 
-        async def back():
-            return sum(line.startswith("frontend-1 ready") for line in site.said) == 2
+    async def back():
+        return sum(line.startswith("frontend-1 ready") for line in site.said) == 2
 
-        await site.until(back)
-        assert (await site.tell(PROMPT, max_tokens=8))[0] == text
-
-    deploy(scenario)
+    await site.until(back)
+    assert (await site.tell(PROMPT, max_tokens=8))[0] == text
 
 
 SUPERVISOR = """

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 from penstock.cli import main
+from tests.support.coroutines import given_by
 
 PROMPT = "Which parts does a request pass on its way? " * 8
 
@@ -72,13 +73,11 @@ def test_requests_go_elsewhere_while_a_worker_sleeps(deploy, capfd):
     deploy(scenario, workers=2)
 
 
-def test_an_engine_that_cannot_sleep_is_named(deploy, capfd):
-    async def scenario(site):
-        capfd.readouterr()
-        code = await asyncio.to_thread(main, ["sleep", "worker-1", "--url", site.url])
-        assert code == 1
-        assert capfd.readouterr().err == (
-            "penstock: worker worker-1: engine paged cannot sleep; stop the worker to free its memory\n"
-        )
-
-    deploy(scenario, role={"engine": "paged"})
+@given_by("deploy", role={"engine": "paged"})
+async def test_an_engine_that_cannot_sleep_is_named(site, capfd):
+    capfd.readouterr()
+    code = await asyncio.to_thread(main, ["sleep", "worker-1", "--url", site.url])
+    assert code == 1
+    assert capfd.readouterr().err == (
+        "penstock: worker worker-1: engine paged cannot sleep; stop the worker to free its memory\n"
+    )

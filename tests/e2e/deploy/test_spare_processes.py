@@ -8,6 +8,8 @@ import time
 import psutil
 import pytest
 
+from tests.support.coroutines import given_by
+
 pytestmark = pytest.mark.slow
 
 LOADS_SHARE_MAX = 0.5
@@ -22,78 +24,67 @@ def spares(site):
     return [c for c in children if c.pid not in used and "penstock.deploy.processes.process" in c.cmdline()]
 
 
-def test_a_spare_takes_the_place_of_a_worker_and_another_one_follows(deploy):
-    async def scenario(site):
-        async def is_spare():
-            return len(spares(site)) == 1
+@given_by("deploy", supervision={"spare_processes": 1}, timeout_s=120)
+async def test_a_spare_takes_the_place_of_a_worker_and_another_one_follows(site):
+    async def is_spare():
+        return len(spares(site)) == 1
 
-        async def is_replaced():
-            return site.deployment.pids().get("worker-1", failed) != failed
+    async def is_replaced():
+        return site.deployment.pids().get("worker-1", failed) != failed
 
-        async def is_back():
-            return (await site.workers()).get("worker-1", {}).get("pid") == site.deployment.pids().get(
-                "worker-1"
-            )
+    async def is_back():
+        return (await site.workers()).get("worker-1", {}).get("pid") == site.deployment.pids().get("worker-1")
 
-        failed = site.deployment.pids()["worker-1"]
-        await site.until(is_spare)
-        (spare,) = spares(site)
-        site.kill("worker-1")
-        await site.until(is_replaced)
-        assert site.deployment.pids()["worker-1"] == spare.pid
-        await site.until(is_back)
-        assert len((await site.tell("hi", max_tokens=3))[0]) > 0
+    failed = site.deployment.pids()["worker-1"]
+    await site.until(is_spare)
+    (spare,) = spares(site)
+    site.kill("worker-1")
+    await site.until(is_replaced)
+    assert site.deployment.pids()["worker-1"] == spare.pid
+    await site.until(is_back)
+    assert len((await site.tell("hi", max_tokens=3))[0]) > 0
 
-        await site.until(
-            is_spare
-        )  # another one follows; should it end by itself, the next start does without
-        os.kill(spares(site)[0].pid, signal.SIGKILL)
-        failed = spare.pid
-        site.kill("worker-1")
-        await site.until(is_replaced)
-        await site.until(is_back)
-        await site.until(is_spare)
-
-    deploy(scenario, supervision={"spare_processes": 1}, timeout_s=120)
+    await site.until(is_spare)  # another one follows; should it end by itself, the next start does without
+    os.kill(spares(site)[0].pid, signal.SIGKILL)
+    failed = spare.pid
+    site.kill("worker-1")
+    await site.until(is_replaced)
+    await site.until(is_back)
+    await site.until(is_spare)
 
 
 @pytest.mark.engine
-def test_a_spare_that_becomes_a_worker_of_the_demo_model_only_loads_it(deploy):
+@given_by(
+    "deploy", role={"engine": "paged", "kv_blocks": 1024}, supervision={"spare_processes": 1}, timeout_s=240
+)
+async def test_a_spare_that_becomes_a_worker_of_the_demo_model_only_loads_it(site):
     """It compares CPU seconds, which a busy machine changes little: what was imported is not imported again."""
 
-    async def scenario(site):
-        async def is_spare():
-            return len(spares(site)) == 1
+    async def is_spare():
+        return len(spares(site)) == 1
 
-        async def has_imported():
-            for _ in range(IDLE_TIMES):  # once may be a process that a busy machine has not run for so long
-                before_s = cpu_s(spare.pid)
-                await asyncio.sleep(IDLE_S)
-                if cpu_s(spare.pid) - before_s >= IDLE_S / 50:
-                    return False
-            return True
+    async def has_imported():
+        for _ in range(IDLE_TIMES):  # once may be a process that a busy machine has not run for so long
+            before_s = cpu_s(spare.pid)
+            await asyncio.sleep(IDLE_S)
+            if cpu_s(spare.pid) - before_s >= IDLE_S / 50:
+                return False
+        return True
 
-        async def is_routable():
-            worker = (await site.workers()).get("worker-1", {})
-            return worker.get("pid") == spare.pid and worker["condition"] == "ready"
+    async def is_routable():
+        worker = (await site.workers()).get("worker-1", {})
+        return worker.get("pid") == spare.pid and worker["condition"] == "ready"
 
-        await site.until(is_spare)
-        (spare,) = spares(site)
-        await site.until(has_imported)
-        imports_s = cpu_s(spare.pid)
-        site.kill("worker-1")
-        took_s = await site.until(is_routable)
-        loads_s = cpu_s(spare.pid) - imports_s
-        print(f"routable {took_s:.1f} s after the end; CPU: {imports_s:.1f} s before, {loads_s:.1f} s after")
-        assert loads_s < imports_s * LOADS_SHARE_MAX
-        assert len((await site.tell("What is Penstock?", max_tokens=3))[0]) > 0
-
-    deploy(
-        scenario,
-        role={"engine": "paged", "kv_blocks": 1024},
-        supervision={"spare_processes": 1},
-        timeout_s=240,
-    )
+    await site.until(is_spare)
+    (spare,) = spares(site)
+    await site.until(has_imported)
+    imports_s = cpu_s(spare.pid)
+    site.kill("worker-1")
+    took_s = await site.until(is_routable)
+    loads_s = cpu_s(spare.pid) - imports_s
+    print(f"routable {took_s:.1f} s after the end; CPU: {imports_s:.1f} s before, {loads_s:.1f} s after")
+    assert loads_s < imports_s * LOADS_SHARE_MAX
+    assert len((await site.tell("What is Penstock?", max_tokens=3))[0]) > 0
 
 
 def cpu_s(pid):

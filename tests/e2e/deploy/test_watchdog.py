@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from penstock.deploy.supervisor.group_guard import GroupGuard
+from tests.support.coroutines import given_by, real
 
 pytestmark = pytest.mark.slow
 
@@ -79,51 +80,47 @@ def all_gone(processes, timeout_s=5.0):
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_what_hangs_is_killed_and_started_again_while_streams_go_on(deploy):
-    async def scenario(site):
-        expected, _ = await site.tell("hi", max_tokens=300)
-        before = site.deployment.pids()
-        busy = asyncio.ensure_future(site.tell("hi", max_tokens=300))
-        await asyncio.sleep(0.3)
-        running = [
-            name for name, worker in (await site.workers()).items() if worker["load"]["running_requests"]
-        ]
-        (worker,) = running
-        os.kill(before[worker], signal.SIGSTOP)
-        text, _ = await busy
-        assert text == expected, "its stream went on elsewhere"
-        os.kill(before["frontend-2"], signal.SIGSTOP)
+@given_by(
+    "deploy",
+    workers=2,
+    frontends=2,
+    supervision={"liveness_timeout_s": LIVENESS_TIMEOUT_S, "spare_processes": 0},
+)
+async def test_what_hangs_is_killed_and_started_again_while_streams_go_on(site):
+    expected, _ = await site.tell("hi", max_tokens=300)
+    before = site.deployment.pids()
+    busy = asyncio.ensure_future(site.tell("hi", max_tokens=300))
+    await asyncio.sleep(0.3)
+    running = [name for name, worker in (await site.workers()).items() if worker["load"]["running_requests"]]
+    (worker,) = running
+    os.kill(before[worker], signal.SIGSTOP)
+    text, _ = await busy
+    assert text == expected, "its stream went on elsewhere"
+    os.kill(before["frontend-2"], signal.SIGSTOP)
 
-        async def all_ready():
-            now = site.deployment.pids()
-            return now.keys() == before.keys() and all(
-                f"{name} failed killed after 2 s of silence (supervision.liveness_timeout_s); starts again in 0.2 s"
-                in site.said
-                for name in (worker, "frontend-2")
-            )
-
-        await site.until(all_ready)
-        assert {name for name, pid in site.deployment.pids().items() if pid != before[name]} == {
-            worker,
-            "frontend-2",
-        }
-        counted = {
-            f'penstock_deploy_process_failures_total{{process="{name}",reason="silent"}} 1.0'
+    async def all_ready():
+        now = site.deployment.pids()
+        return now.keys() == before.keys() and all(
+            f"{name} failed killed after 2 s of silence (supervision.liveness_timeout_s); starts again in 0.2 s"
+            in site.said
             for name in (worker, "frontend-2")
-        }
+        )
 
-        async def is_counted():
-            async with site.http.get(f"{site.url}/metrics") as response:
-                return counted <= set((await response.text()).splitlines())
+    await site.until(all_ready)
+    assert {name for name, pid in site.deployment.pids().items() if pid != before[name]} == {
+        worker,
+        "frontend-2",
+    }
+    counted = {
+        f'penstock_deploy_process_failures_total{{process="{name}",reason="silent"}} 1.0'
+        for name in (worker, "frontend-2")
+    }
 
-        await site.until(is_counted)
+    async def is_counted():
+        async with site.http.get(f"{site.url}/metrics") as response:
+            return counted <= set((await response.text()).splitlines())
 
-    deploy(
-        scenario,
-        workers=2,
-        frontends=2,
-        supervision={"liveness_timeout_s": LIVENESS_TIMEOUT_S, "spare_processes": 0},
-    )
+    await site.until(is_counted)
 
 
 async def is_answered(url):
@@ -203,18 +200,16 @@ def test_a_supervisor_that_was_stopped_blames_nobody_and_takes_along_what_its_wo
     assert all_gone(left)
 
 
-def test_a_guard_that_is_killed_is_replaced_and_knows_all_groups():
-    async def main():
-        async with GroupGuard() as guard:
-            group = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
-            guard.add(group.pid)
-            first = guard.pid
-            os.kill(first, signal.SIGKILL)
-            async with asyncio.timeout(10):
-                while guard.pid in (first, None):  # noqa: ASYNC110 - what is waited for is another process
-                    await asyncio.sleep(0.01)
-            assert group.returncode is None
-        async with asyncio.timeout(5):
-            assert await group.wait() == -signal.SIGKILL, "whoever leaves without a word about it"
-
-    asyncio.run(main())
+@real
+async def test_a_guard_that_is_killed_is_replaced_and_knows_all_groups():
+    async with GroupGuard() as guard:
+        group = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
+        guard.add(group.pid)
+        first = guard.pid
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while guard.pid in (first, None):  # noqa: ASYNC110 - what is waited for is another process
+                await asyncio.sleep(0.01)
+        assert group.returncode is None
+    async with asyncio.timeout(5):
+        assert await group.wait() == -signal.SIGKILL, "whoever leaves without a word about it"

@@ -6,6 +6,8 @@ import random
 import openai
 import pytest
 
+from tests.support.coroutines import given_by
+
 pytestmark = pytest.mark.slow
 
 TOKENS, STREAMS = 150, 12
@@ -37,40 +39,38 @@ def poisoned_engines(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
-def test_streams_outlive_worker_after_worker_and_only_who_kills_them_is_refused(deploy, poisoned_engines):
-    async def scenario(site):
-        prompts = [f"{n} tell me about rivers" for n in range(STREAMS)]
-        undisturbed = await asyncio.gather(*(site.tell(prompt, max_tokens=TOKENS) for prompt in prompts))
-        rng = random.Random(5)
+@given_by(
+    "deploy",
+    workers=3,
+    timeout_s=150,
+    role={"mock": {"timing": {"step_s": 0.03}}},
+    router={"migrations": {"at_once": 2}},
+)
+async def test_streams_outlive_worker_after_worker_and_only_who_kills_them_is_refused(site, poisoned_engines):
+    prompts = [f"{n} tell me about rivers" for n in range(STREAMS)]
+    undisturbed = await asyncio.gather(*(site.tell(prompt, max_tokens=TOKENS) for prompt in prompts))
+    rng = random.Random(5)
 
-        async def restored():
-            return await site.ready_workers() == 3
+    async def restored():
+        return await site.ready_workers() == 3
 
-        async with asyncio.TaskGroup() as group:
-            streams = [group.create_task(site.tell(prompt, max_tokens=3 * TOKENS)) for prompt in prompts]
-            for _ in range(4):
-                await asyncio.sleep(1.0)
-                await site.until(restored)
-                site.kill(rng.choice(list(await site.workers())))
-            for seed in (FAILS_ITS_STEPS, KILLS_ITS_WORKER):
-                with pytest.raises(openai.APIStatusError, match="refused for") as caught:
-                    await ask(site, f"poison {seed}", seed)
-                assert caught.value.status_code == 503
-                assert int(caught.value.response.headers["Retry-After"]) > 30
-        for stream, (text, _) in zip(streams, undisturbed, strict=True):
-            told, usage = stream.result()
-            assert told.startswith(text)
-            assert usage.completion_tokens == 3 * TOKENS
-        again = await asyncio.gather(*(site.tell(prompt, max_tokens=TOKENS) for prompt in prompts))
-        assert [text for text, _ in again] == [text for text, _ in undisturbed]
-
-    deploy(
-        scenario,
-        workers=3,
-        timeout_s=150,
-        role={"mock": {"timing": {"step_s": 0.03}}},
-        router={"migrations": {"at_once": 2}},
-    )
+    async with asyncio.TaskGroup() as group:
+        streams = [group.create_task(site.tell(prompt, max_tokens=3 * TOKENS)) for prompt in prompts]
+        for _ in range(4):
+            await asyncio.sleep(1.0)
+            await site.until(restored)
+            site.kill(rng.choice(list(await site.workers())))
+        for seed in (FAILS_ITS_STEPS, KILLS_ITS_WORKER):
+            with pytest.raises(openai.APIStatusError, match="refused for") as caught:
+                await ask(site, f"poison {seed}", seed)
+            assert caught.value.status_code == 503
+            assert int(caught.value.response.headers["Retry-After"]) > 30
+    for stream, (text, _) in zip(streams, undisturbed, strict=True):
+        told, usage = stream.result()
+        assert told.startswith(text)
+        assert usage.completion_tokens == 3 * TOKENS
+    again = await asyncio.gather(*(site.tell(prompt, max_tokens=TOKENS) for prompt in prompts))
+    assert [text for text, _ in again] == [text for text, _ in undisturbed]
 
 
 async def ask(site, prompt, seed):

@@ -8,6 +8,7 @@ import yaml
 
 from penstock.deploy.operator.definitions import ROLES
 from penstock.runtime.kubernetes.client import Resource
+from tests.support.coroutines import given_by
 
 pytestmark = pytest.mark.slow
 AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
@@ -23,19 +24,17 @@ def test_the_example_is_valid_and_its_metric_is_one_of_ours():
     assert f"`{METRIC}`" in (ROOT / "docs" / "metrics.md").read_text()
 
 
-def test_an_autoscaler_follows_the_load_within_its_bounds(site):
-    async def scenario(here):
-        await here.apply()
+@given_by("site")
+async def test_an_autoscaler_follows_the_load_within_its_bounds(here):
+    await here.apply()
+    await here.serves()
+    await here.client.create(AUTOSCALERS, BODY)
+    for requests, workers in ((200.0, 7), (210.0, 7), (1000.0, 8), (40.0, 2), (0.0, 1)):
+        here.cluster.metrics = {METRIC: requests}
+        await here.until(lambda workers=workers: len(here.cluster.pods("decode")) == workers)
         await here.serves()
-        await here.client.create(AUTOSCALERS, BODY)
-        for requests, workers in ((200.0, 7), (210.0, 7), (1000.0, 8), (40.0, 2), (0.0, 1)):
-            here.cluster.metrics = {METRIC: requests}
-            await here.until(lambda workers=workers: len(here.cluster.pods("decode")) == workers)
-            await here.serves()
-        await here.apply(roles={"prefill": {"replicas": 1}, "decode": {"replicas": 5}})
-        await here.serves()
-        assert len(here.cluster.pods("decode")) == 1, "the graph yields"
-        parts = {part["name"]: part["scaledBy"] for part in (await here.status())["parts"]}
-        assert parts == {"frontend": "", "prefill": "", "decode": "chat-decode"}
-
-    site(scenario)
+    await here.apply(roles={"prefill": {"replicas": 1}, "decode": {"replicas": 5}})
+    await here.serves()
+    assert len(here.cluster.pods("decode")) == 1, "the graph yields"
+    parts = {part["name"]: part["scaledBy"] for part in (await here.status())["parts"]}
+    assert parts == {"frontend": "", "prefill": "", "decode": "chat-decode"}

@@ -12,6 +12,7 @@ import pytest
 from penstock.deploy.manifests.kubernetes.access import DISCOVERY_RULES
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.runtime.kubernetes.client import Resource
+from tests.support.coroutines import given_by
 from tests.support.kubernetes.eviction import is_ready
 from tests.support.kubernetes.kubelet import Nodes, endpoints
 from tests.support.streams import Load
@@ -118,84 +119,76 @@ async def says(here, kind, text):
     return condition["message"] if condition["status"] == "True" and text in condition["message"] else ""
 
 
-def test_a_drained_node_loses_no_stream(site, tmp_path):
-    async def scenario(here):
-        async with running(here, tmp_path) as load:
-            nodes = here.cluster.nodes
-            for node in ("node-1", "node-2"):
-                nodes.cordon(node)
-                drained = nodes.pods_on(node)
-                assert {pod.split("-")[1] for pod in drained} == {"frontend", "aggregated"}
-                progress = here.group.create_task(
-                    here.until(lambda: says(here, "Progressing", "EvictionByEvictionAPI"))
-                )
-                await asyncio.gather(*map(here.evict, drained))
-                await progress
-                assert (await here.condition("Degraded"))["status"] == "False", "a drain is no fault"
-                await here.until(lambda node=node: not nodes.pods_on(node))
-                await here.serves()
-                nodes.cordon(node, on=False)
-                await load.more(len(PROMPTS))
-
-    site(scenario, operator=False, timeout_s=400)
-
-
-def test_evicted_deleted_and_scaled_workers_lose_no_stream(site, tmp_path):
-    async def scenario(here):
-        async with running(here, tmp_path) as load:
-            workers = [pod["metadata"]["name"] for pod in here.cluster.pods("aggregated")]
+@given_by("site", operator=False, timeout_s=400)
+async def test_a_drained_node_loses_no_stream(here, tmp_path):
+    async with running(here, tmp_path) as load:
+        nodes = here.cluster.nodes
+        for node in ("node-1", "node-2"):
+            nodes.cordon(node)
+            drained = nodes.pods_on(node)
+            assert {pod.split("-")[1] for pod in drained} == {"frontend", "aggregated"}
             progress = here.group.create_task(
                 here.until(lambda: says(here, "Progressing", "EvictionByEvictionAPI"))
             )
-            assert sum(await asyncio.gather(*map(here.evict, workers))), "a budget lets one go at a time"
-            assert "drains" in await progress
+            await asyncio.gather(*map(here.evict, drained))
+            await progress
+            assert (await here.condition("Degraded"))["status"] == "False", "a drain is no fault"
+            await here.until(lambda node=node: not nodes.pods_on(node))
             await here.serves()
-            (pod, *_) = (each["metadata"]["name"] for each in here.cluster.pods("aggregated"))
-            await here.client.delete(PODS, pod)
-            assert pod in await here.until(lambda: says(here, "Progressing", pod))
+            nodes.cordon(node, on=False)
             await load.more(len(PROMPTS))
+
+
+@given_by("site", operator=False, timeout_s=400)
+async def test_evicted_deleted_and_scaled_workers_lose_no_stream(here, tmp_path):
+    async with running(here, tmp_path) as load:
+        workers = [pod["metadata"]["name"] for pod in here.cluster.pods("aggregated")]
+        progress = here.group.create_task(
+            here.until(lambda: says(here, "Progressing", "EvictionByEvictionAPI"))
+        )
+        assert sum(await asyncio.gather(*map(here.evict, workers))), "a budget lets one go at a time"
+        assert "drains" in await progress
+        await here.serves()
+        (pod, *_) = (each["metadata"]["name"] for each in here.cluster.pods("aggregated"))
+        await here.client.delete(PODS, pod)
+        assert pod in await here.until(lambda: says(here, "Progressing", pod))
+        await load.more(len(PROMPTS))
+        await here.serves()
+        for workers in (1, 2):
+            await here.scale("chat-aggregated", workers)
+            await here.until(lambda workers=workers: len(here.cluster.pods("aggregated")) == workers)
             await here.serves()
-            for workers in (1, 2):
-                await here.scale("chat-aggregated", workers)
-                await here.until(lambda workers=workers: len(here.cluster.pods("aggregated")) == workers)
-                await here.serves()
-                await load.more(len(PROMPTS))
-            assert await migrations(here) > 0, "streams were under way"
-
-    site(scenario, operator=False, timeout_s=400)
-
-
-def test_a_killed_pod_loses_no_stream(site, tmp_path):
-    async def scenario(here):
-        async with running(here, tmp_path) as load:
-            (pod, _) = (each["metadata"]["name"] for each in here.cluster.pods("aggregated"))
-            here.cluster.nodes.kill(pod)
-            assert "1 of 2 ready" in await here.until(lambda: says(here, "Progressing", "aggregated"))
             await load.more(len(PROMPTS))
-            await here.serves()
-            (container,) = here.objects("pods")[pod]["status"]["containerStatuses"]
-            assert (container["restartCount"], container["lastState"]["terminated"]["exitCode"]) == (1, 137)
-            assert await migrations(here) > 0, "streams were under way"
+        assert await migrations(here) > 0, "streams were under way"
 
-    site(scenario, operator=False, timeout_s=400)
+
+@given_by("site", operator=False, timeout_s=400)
+async def test_a_killed_pod_loses_no_stream(here, tmp_path):
+    async with running(here, tmp_path) as load:
+        (pod, _) = (each["metadata"]["name"] for each in here.cluster.pods("aggregated"))
+        here.cluster.nodes.kill(pod)
+        assert "1 of 2 ready" in await here.until(lambda: says(here, "Progressing", "aggregated"))
+        await load.more(len(PROMPTS))
+        await here.serves()
+        (container,) = here.objects("pods")[pod]["status"]["containerStatuses"]
+        assert (container["restartCount"], container["lastState"]["terminated"]["exitCode"]) == (1, 137)
+        assert await migrations(here) > 0, "streams were under way"
 
 
 @pytest.mark.parametrize(
     ("trouble", "reason"), [("image", "ImagePullFailed"), ("unschedulable", "Unschedulable")]
 )
-def test_new_pods_that_cannot_start_lose_no_stream(site, tmp_path, trouble, reason):
-    async def scenario(here):
-        async with running(here, tmp_path) as load:
-            here.cluster.troubles = {"aggregated": trouble, "frontend": trouble}
-            await here.client.patch(GRAPHS, "chat", {"spec": {"options": {"image": "r/penstock:2"}}})
-            await here.is_true("Degraded", reason)
-            await load.more(2 * len(PROMPTS))
-            here.cluster.troubles = {}
-            await here.serves()
-            images = {pod["spec"]["containers"][0]["image"] for pod in here.cluster.pods()}
-            assert images == {"r/penstock:2"}
-
-    site(scenario, operator=False, timeout_s=400)
+@given_by("site", operator=False, timeout_s=400)
+async def test_new_pods_that_cannot_start_lose_no_stream(here, tmp_path, trouble, reason):
+    async with running(here, tmp_path) as load:
+        here.cluster.troubles = {"aggregated": trouble, "frontend": trouble}
+        await here.client.patch(GRAPHS, "chat", {"spec": {"options": {"image": "r/penstock:2"}}})
+        await here.is_true("Degraded", reason)
+        await load.more(2 * len(PROMPTS))
+        here.cluster.troubles = {}
+        await here.serves()
+        images = {pod["spec"]["containers"][0]["image"] for pod in here.cluster.pods()}
+        assert images == {"r/penstock:2"}
 
 
 @pytest.mark.parametrize(
@@ -209,22 +202,20 @@ def test_new_pods_that_cannot_start_lose_no_stream(site, tmp_path, trouble, reas
         ),
     ],
 )
-def test_a_changed_graph_rolls_and_loses_no_stream(site, tmp_path, change, drain_s):
-    async def scenario(here):
-        async with running(here, tmp_path, tokens=4 * TOKENS, drain_s=drain_s) as load:
-            old = {pod["metadata"]["name"] for pod in here.cluster.pods()}
-            await here.client.patch(GRAPHS, "chat", {"spec": {"graph": change}})
+@given_by("site", operator=False, timeout_s=400)
+async def test_a_changed_graph_rolls_and_loses_no_stream(here, tmp_path, change, drain_s):
+    async with running(here, tmp_path, tokens=4 * TOKENS, drain_s=drain_s) as load:
+        old = {pod["metadata"]["name"] for pod in here.cluster.pods()}
+        await here.client.patch(GRAPHS, "chat", {"spec": {"graph": change}})
 
-            def are_side_by_side():
-                ready = {pod["metadata"]["name"] for pod in here.cluster.pods("aggregated") if is_ready(pod)}
-                return ready & old and ready - old
+        def are_side_by_side():
+            ready = {pod["metadata"]["name"] for pod in here.cluster.pods("aggregated") if is_ready(pod)}
+            return ready & old and ready - old
 
-            await here.until(are_side_by_side)
-            await load.more(len(PROMPTS))
-            await here.serves()
-            assert not old & {pod["metadata"]["name"] for pod in here.cluster.pods()}
-
-    site(scenario, operator=False, timeout_s=400)
+        await here.until(are_side_by_side)
+        await load.more(len(PROMPTS))
+        await here.serves()
+        assert not old & {pod["metadata"]["name"] for pod in here.cluster.pods()}
 
 
 def test_pods_with_too_few_rights_do_not_become_ready_and_say_why(site, tmp_path, monkeypatch):

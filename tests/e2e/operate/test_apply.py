@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from penstock.demo import MODEL_DIR
+from tests.support.coroutines import real
 from tests.support.streams import Load
 from tests.support.up import TIMEOUT_S, Up
 
@@ -80,7 +81,8 @@ def test_streams_go_on_through_replicas_arguments_and_roles(up):
     assert up.run("apply", graph).stdout == "nothing differs\n"
 
 
-def test_a_model_revision_is_served_beside_the_former_one_and_never_by_its_kv(up):
+@real
+async def test_a_model_revision_is_served_beside_the_former_one_and_never_by_its_kv(up):
     """Each answer is whole of one revision: KV of the former one, or tokens, would make a third text."""
     old, new = (up.folder / name for name in ("old", "new"))
     for directory in (old, new):
@@ -89,23 +91,19 @@ def test_a_model_revision_is_served_beside_the_former_one_and_never_by_its_kv(up
     save_file({name: tensor * 1.5 for name, tensor in weights.items()}, new / "model.safetensors")
     fields = {"served_name": "penstock-demo", "roles": {"aggregated": {"weight_dtype": "float32"}}}
     up.up(up.graph(model=str(old), **fields))
-
-    async def main():
-        async with Load(up.url, PROMPTS, tokens=24) as load:
-            await load.more(2 * len(PROMPTS))
-            former = {prompt: set(texts) for prompt, texts in load.answers.items()}
-            said = await asyncio.to_thread(up.run, "apply", up.graph(model=str(new), **fields))
-            assert "replace workers beside the old ones, then switch" in said.stdout
-            assert "the new revision takes requests" in said.stdout
-            await load.more(3 * len(PROMPTS))
-        async with Load(up.url, PROMPTS, tokens=24) as after:
-            await after.more(len(PROMPTS))
-        for prompt in PROMPTS:
-            assert len(former[prompt]) == len(after.answers[prompt]) == 1
-            assert former[prompt] != after.answers[prompt]
-            assert load.answers[prompt] == former[prompt] | after.answers[prompt]
-
-    asyncio.run(main())
+    async with Load(up.url, PROMPTS, tokens=24) as load:
+        await load.more(2 * len(PROMPTS))
+        former = {prompt: set(texts) for prompt, texts in load.answers.items()}
+        said = await asyncio.to_thread(up.run, "apply", up.graph(model=str(new), **fields))
+        assert "replace workers beside the old ones, then switch" in said.stdout
+        assert "the new revision takes requests" in said.stdout
+        await load.more(3 * len(PROMPTS))
+    async with Load(up.url, PROMPTS, tokens=24) as after:
+        await after.more(len(PROMPTS))
+    for prompt in PROMPTS:
+        assert len(former[prompt]) == len(after.answers[prompt]) == 1
+        assert former[prompt] != after.answers[prompt]
+        assert load.answers[prompt] == former[prompt] | after.answers[prompt]
 
 
 def test_a_worker_that_does_not_come_up_stops_the_rollout_and_the_old_ones_stay(up):

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.chaos.hosts import Hosts, Supervisor
 from benchmarks.chaos.load import Frontend, Load
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
+from tests.support.coroutines import real
 from tests.support.host import ADMIN_TOKEN
 from tests.support.registries import Etcd, Nats
 
@@ -121,7 +122,8 @@ class Cluster:
 
 
 @pytest.mark.parametrize(("discovery", "make"), [("etcd", Etcd), ("nats", Nats)], ids=["etcd", "nats"])
-def test_hosts_join_and_leave_under_streams(monkeypatch, discovery, make):
+@real
+async def test_hosts_join_and_leave_under_streams(monkeypatch, discovery, make):
     monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, ADMIN_TOKEN)
     counts: Counter[str] = Counter()
     problems: list[str] = []
@@ -168,15 +170,12 @@ def test_hosts_join_and_leave_under_streams(monkeypatch, discovery, make):
             assert files <= before[name][0] + MORE_FILES_MAX, name
             assert memory_bytes <= before[name][1] + MORE_MEMORY_BYTES_MAX, name
 
-    async def main() -> None:
-        with Hosts(HOSTS) as hosts:
-            async with make(host=hosts.address) as server:
-                runtime = {
-                    "discovery": discovery,
-                    "urls": [server.url],
-                    "registry": {"lease_ttl_s": 2.0},
-                    **({"events": "nats"} if discovery == "nats" else {}),
-                }
-                await scenario(hosts, runtime)
-
-    asyncio.run(main())
+    with Hosts(HOSTS) as hosts:
+        async with make(host=hosts.address) as server:
+            runtime = {
+                "discovery": discovery,
+                "urls": [server.url],
+                "registry": {"lease_ttl_s": 2.0},
+                **({"events": "nats"} if discovery == "nats" else {}),
+            }
+            await scenario(hosts, runtime)

@@ -20,6 +20,7 @@ from penstock.deploy.control.record import DeploymentRecord
 from penstock.deploy.control.server import ControlServer
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.observe.stream import ObservationStream
+from tests.support.coroutines import real
 
 
 class BrokenConnector(MemoryConnector):
@@ -78,36 +79,30 @@ async def answer_to(path, line):
     ],
     ids=["empty", "bytes", "deep", "deep body", "infinite", "version", "long"],
 )
-def test_what_is_no_request_gets_a_reason(line, says):
-    async def main():
-        async with served(MemoryConnector({Role.AGGREGATED: 1})) as path:
-            told = await answer_to(path, line)
-            assert says in told.error.message
-            assert told.error.code == "protocol_error"
-            assert (await LocalConnector(path).scale()).revision == 0
-
-    asyncio.run(main())
+@real
+async def test_what_is_no_request_gets_a_reason(line, says):
+    async with served(MemoryConnector({Role.AGGREGATED: 1})) as path:
+        told = await answer_to(path, line)
+        assert says in told.error.message
+        assert told.error.code == "protocol_error"
+        assert (await LocalConnector(path).scale()).revision == 0
 
 
 @pytest.mark.parametrize("by", ["", "x" * 65, "a\nb", "\x1b[2J"])
-def test_who_scales_has_a_name_that_can_be_shown(by):
-    async def main():
-        async with served(MemoryConnector({Role.AGGREGATED: 1})) as path:
-            with pytest.raises(RequestError, match="1 to 64 printable characters"):
-                await LocalConnector(path).add(Role.AGGREGATED, by=by)
-            assert len((await LocalConnector(path).scale()).replicas) == 1
-
-    asyncio.run(main())
+@real
+async def test_who_scales_has_a_name_that_can_be_shown(by):
+    async with served(MemoryConnector({Role.AGGREGATED: 1})) as path:
+        with pytest.raises(RequestError, match="1 to 64 printable characters"):
+            await LocalConnector(path).add(Role.AGGREGATED, by=by)
+        assert len((await LocalConnector(path).scale()).replicas) == 1
 
 
-def test_a_failure_of_the_deployment_is_answered():
-    async def main():
-        async with served(BrokenConnector({Role.AGGREGATED: 1})) as path:
-            with pytest.raises(PenstockError, match=r"failed at this request: ZeroDivisionError") as caught:
-                await LocalConnector(path).scale()
-            assert caught.value.code == "internal_error"
-
-    asyncio.run(main())
+@real
+async def test_a_failure_of_the_deployment_is_answered():
+    async with served(BrokenConnector({Role.AGGREGATED: 1})) as path:
+        with pytest.raises(PenstockError, match=r"failed at this request: ZeroDivisionError") as caught:
+            await LocalConnector(path).scale()
+        assert caught.value.code == "internal_error"
 
 
 HALF = b'{"version":1,"body":{"type":"sca'
@@ -123,65 +118,58 @@ async def half_open(path, count):
     return writers
 
 
-def test_callers_without_a_whole_request_keep_nobody_out():
-    async def main():
-        async with served(MemoryConnector({Role.AGGREGATED: 1})) as path:
-            first, first_writer = await asyncio.open_unix_connection(path)
-            first_writer.write(HALF)
-            writers = [first_writer, *await half_open(path, 3 * CALLERS_MAX)]
-            assert len((await LocalConnector(path, entry_s=0).scale()).replicas) == 1
-            told = msgspec.json.decode(await first.readline(), type=Told)
-            assert told.error.code == "overloaded"
-            assert "64 callers came after this one, whose request was not whole" in told.error.message
-            for writer in writers:
-                writer.close()
-
-    asyncio.run(main())
+@real
+async def test_callers_without_a_whole_request_keep_nobody_out():
+    async with served(MemoryConnector({Role.AGGREGATED: 1})) as path:
+        first, first_writer = await asyncio.open_unix_connection(path)
+        first_writer.write(HALF)
+        writers = [first_writer, *await half_open(path, 3 * CALLERS_MAX)]
+        assert len((await LocalConnector(path, entry_s=0).scale()).replicas) == 1
+        told = msgspec.json.decode(await first.readline(), type=Told)
+        assert told.error.code == "overloaded"
+        assert "64 callers came after this one, whose request was not whole" in told.error.message
+        for writer in writers:
+            writer.close()
 
 
-def test_a_caller_beyond_those_that_are_obeyed_learns_why_or_gets_in():
-    async def main():
-        connector = WaitingConnector({Role.AGGREGATED: 1})
-        async with served(connector) as path, asyncio.TaskGroup() as group:
-            for _ in range(CALLERS_MAX):
-                group.create_task(LocalConnector(path, entry_s=60).scale(after=0))
-            await connector.all_there.wait()
-            with pytest.raises(Overloaded, match="64 callers control this deployment already; end one"):
-                await LocalConnector(path, entry_s=0).scale()
-            late = group.create_task(LocalConnector(path, entry_s=60).add(Role.AGGREGATED, by="test"))
-            await asyncio.sleep(0)
-            connector.go_on.set()
-            await late
-            assert len((await LocalConnector(path).scale()).replicas) == 2, "added once"
-
-    asyncio.run(main())
+@real
+async def test_a_caller_beyond_those_that_are_obeyed_learns_why_or_gets_in():
+    connector = WaitingConnector({Role.AGGREGATED: 1})
+    async with served(connector) as path, asyncio.TaskGroup() as group:
+        for _ in range(CALLERS_MAX):
+            group.create_task(LocalConnector(path, entry_s=60).scale(after=0))
+        await connector.all_there.wait()
+        with pytest.raises(Overloaded, match="64 callers control this deployment already; end one"):
+            await LocalConnector(path, entry_s=0).scale()
+        late = group.create_task(LocalConnector(path, entry_s=60).add(Role.AGGREGATED, by="test"))
+        await asyncio.sleep(0)
+        connector.go_on.set()
+        await late
+        assert len((await LocalConnector(path).scale()).replicas) == 2, "added once"
 
 
-def test_a_socket_whose_queue_is_full_is_tried_again(monkeypatch):
+@real
+async def test_a_socket_whose_queue_is_full_is_tried_again(monkeypatch):
     """The kernel lets no more callers in than the listener has a queue for."""
-
-    async def main():
-        with tempfile.TemporaryDirectory() as directory, ExitStack() as held:
-            path = Path(directory, SOCKET_NAME)
-            listener = held.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(str(path))
-            listener.listen(0)
-            while True:
-                caller = held.enter_context(socket.socket(socket.AF_UNIX))
-                caller.setblocking(False)
-                try:
-                    caller.connect(str(path))
-                except BlockingIOError:
-                    break
-            with pytest.raises(Overloaded, match="too many callers are there"):
-                await LocalConnector(path, entry_s=0.05).scale()
-            record = DeploymentRecord(name="full", pid=1, started_s=1.0, stop_s_max=1.0)
-            monkeypatch.setattr(deployments, "hosted", lambda: [Hosted(path.parent, record, is_live=True)])
-            monkeypatch.setattr(local_connector, "_ENTRY_S", 0.05)
-            with pytest.raises(Overloaded, match="too many callers are there"):
-                await find_deployment()
-
-    asyncio.run(main())
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as held:
+        path = Path(directory, SOCKET_NAME)
+        listener = held.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(0)
+        while True:
+            caller = held.enter_context(socket.socket(socket.AF_UNIX))
+            caller.setblocking(False)
+            try:
+                caller.connect(str(path))
+            except BlockingIOError:
+                break
+        with pytest.raises(Overloaded, match="too many callers are there"):
+            await LocalConnector(path, entry_s=0.05).scale()
+        record = DeploymentRecord(name="full", pid=1, started_s=1.0, stop_s_max=1.0)
+        monkeypatch.setattr(deployments, "hosted", lambda: [Hosted(path.parent, record, is_live=True)])
+        monkeypatch.setattr(local_connector, "_ENTRY_S", 0.05)
+        with pytest.raises(Overloaded, match="too many callers are there"):
+            await find_deployment()
 
 
 async def close_without_reading(loop, listener, answer=b""):
@@ -198,37 +186,33 @@ async def close_without_reading(loop, listener, answer=b""):
 @pytest.mark.parametrize(
     "refusal", [b"", msgspec.json.encode(Told(error=Overloaded("full").to_info())) + b"\n"]
 )
-def test_a_request_that_was_closed_unread_is_sent_again(refusal):
-    async def main():
-        loop = asyncio.get_running_loop()
-        with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
-            path = Path(directory, SOCKET_NAME)
-            listener.bind(str(path))
-            listener.listen()
-            listener.setblocking(False)
-            asked = asyncio.ensure_future(LocalConnector(path).add(Role.AGGREGATED, by="test"))
-            await close_without_reading(loop, listener, refusal)
-            connection, _ = await loop.sock_accept(listener)
-            with connection:
-                assert b'"add"' in await loop.sock_recv(connection, 1 << 16)
-                connection.sendall(msgspec.json.encode(Told(names=("worker-2",))) + b"\n")
-                assert await asked == ("worker-2",)
-
-    asyncio.run(main())
+@real
+async def test_a_request_that_was_closed_unread_is_sent_again(refusal):
+    loop = asyncio.get_running_loop()
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
+        path = Path(directory, SOCKET_NAME)
+        listener.bind(str(path))
+        listener.listen()
+        listener.setblocking(False)
+        asked = asyncio.ensure_future(LocalConnector(path).add(Role.AGGREGATED, by="test"))
+        await close_without_reading(loop, listener, refusal)
+        connection, _ = await loop.sock_accept(listener)
+        with connection:
+            assert b'"add"' in await loop.sock_recv(connection, 1 << 16)
+            connection.sendall(msgspec.json.encode(Told(names=("worker-2",))) + b"\n")
+            assert await asked == ("worker-2",)
 
 
-def test_a_refusal_is_read_though_the_connection_is_reset_after_it():
-    async def main():
-        loop = asyncio.get_running_loop()
-        with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
-            path = Path(directory, SOCKET_NAME)
-            listener.bind(str(path))
-            listener.listen()
-            listener.setblocking(False)
-            asked = asyncio.ensure_future(LocalConnector(path, entry_s=0).scale())
-            refusal = Told(error=Overloaded("64 callers are there").to_info())
-            await close_without_reading(loop, listener, msgspec.json.encode(refusal) + b"\n")
-            with pytest.raises(Overloaded, match="64 callers are there"):
-                await asked
-
-    asyncio.run(main())
+@real
+async def test_a_refusal_is_read_though_the_connection_is_reset_after_it():
+    loop = asyncio.get_running_loop()
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
+        path = Path(directory, SOCKET_NAME)
+        listener.bind(str(path))
+        listener.listen()
+        listener.setblocking(False)
+        asked = asyncio.ensure_future(LocalConnector(path, entry_s=0).scale())
+        refusal = Told(error=Overloaded("64 callers are there").to_info())
+        await close_without_reading(loop, listener, msgspec.json.encode(refusal) + b"\n")
+        with pytest.raises(Overloaded, match="64 callers are there"):
+            await asked

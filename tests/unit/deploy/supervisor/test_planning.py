@@ -17,6 +17,7 @@ from penstock.planner.explain.entries import Round, read_entries
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.observations.windows import Digest, GpuUse, RequestWindow, WorkerWindow, bucket_of
 from penstock.sim.loop.loop import run_virtual
+from tests.support.coroutines import virtual
 
 A = Role.AGGREGATED
 LOG = "planner.jsonl"
@@ -44,50 +45,44 @@ def made(log_path, planner, connector, stream, *, tell=lambda _planned: None, **
     return found, said
 
 
-def test_without_planner_in_the_graph_there_is_none(tmp_path):
-    async def main():
-        found, said = made(tmp_path / LOG, None, MemoryConnector({A: 1}), ObservationStream())
-        assert found is None
-        assert not said
-
-    run_virtual(main())
+@virtual
+async def test_without_planner_in_the_graph_there_is_none(tmp_path):
+    found, said = made(tmp_path / LOG, None, MemoryConnector({A: 1}), ObservationStream())
+    assert found is None
+    assert not said
 
 
-def test_a_data_sheet_is_warned_of_once_and_a_mock_engine_is_not(tmp_path):
-    async def main():
-        _, said = made(tmp_path / LOG, {"max_workers": 3}, MemoryConnector({A: 1}), ObservationStream())
-        assert said[0].startswith("planner starting 1 to 3 aggregated for TTFT 2000 ms and ITL 50 ms of 90 %")
-        assert [line for line in said if "has no profile" in line] == said[1:]
-        _, said = made(
-            tmp_path / LOG, {"max_workers": 3}, MemoryConnector({A: 1}), ObservationStream(), engine="mock"
-        )
-        assert not any("has no profile" in line for line in said)
-
-    run_virtual(main())
+@virtual
+async def test_a_data_sheet_is_warned_of_once_and_a_mock_engine_is_not(tmp_path):
+    _, said = made(tmp_path / LOG, {"max_workers": 3}, MemoryConnector({A: 1}), ObservationStream())
+    assert said[0].startswith("planner starting 1 to 3 aggregated for TTFT 2000 ms and ITL 50 ms of 90 %")
+    assert [line for line in said if "has no profile" in line] == said[1:]
+    _, said = made(
+        tmp_path / LOG, {"max_workers": 3}, MemoryConnector({A: 1}), ObservationStream(), engine="mock"
+    )
+    assert not any("has no profile" in line for line in said)
 
 
-def test_windows_of_processes_scale_a_deployment_and_the_change_is_said(tmp_path):
-    async def main():
-        connector, stream = MemoryConnector({A: 1}), ObservationStream()
-        planner, said = made(
-            tmp_path / LOG, {"max_workers": 4}, connector, stream, engine="mock", mock={"timing": {"step_s": 0.02}},
-            max_running_requests=4,
-        )  # fmt: skip
-        window = RequestWindow(
-            seconds=1.0, arrivals=6, finished=6, input_tokens=digest(100, 6), output_tokens=digest(50, 6)
-        )
-        with planner:
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(planner.run())
-                for second in range(60):
-                    stream.put("frontend-1", window)
-                    stream.put("aggregated-1", WorkerWindow(seconds=1.0, role=A, ready_s=second))
-                    await asyncio.sleep(1)
-                task.cancel()
-        assert len((await connector.scale()).replicas) == 4
-        assert any(line.startswith("planner scales 3 aggregated more") for line in said), said
-
-    run_virtual(main())
+@virtual
+async def test_windows_of_processes_scale_a_deployment_and_the_change_is_said(tmp_path):
+    connector, stream = MemoryConnector({A: 1}), ObservationStream()
+    planner, said = made(
+        tmp_path / LOG, {"max_workers": 4}, connector, stream, engine="mock", mock={"timing": {"step_s": 0.02}},
+        max_running_requests=4,
+    )  # fmt: skip
+    window = RequestWindow(
+        seconds=1.0, arrivals=6, finished=6, input_tokens=digest(100, 6), output_tokens=digest(50, 6)
+    )
+    with planner:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(planner.run())
+            for second in range(60):
+                stream.put("frontend-1", window)
+                stream.put("aggregated-1", WorkerWindow(seconds=1.0, role=A, ready_s=second))
+                await asyncio.sleep(1)
+            task.cancel()
+    assert len((await connector.scale()).replicas) == 4
+    assert any(line.startswith("planner scales 3 aggregated more") for line in said), said
 
 
 def test_steps_that_are_slower_than_set_add_workers(tmp_path):

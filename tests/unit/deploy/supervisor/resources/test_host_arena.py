@@ -9,7 +9,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.supervisor.resources.host_arena import HostArena
 from penstock.graph import RoleSpec
 from penstock.kv.namespace import Namespace
-from penstock.testing.loop import run_async
+from tests.support.coroutines import real
 from tests.support.shared_host import HostWorker
 from tests.support.slots import chain
 
@@ -53,21 +53,18 @@ def test_roles_without_a_host_tier_have_no_part():
 
 
 @pytest.mark.parametrize("block_bytes", [32, 256, 65_536])
-def test_a_workers_blocks_and_their_records_fit(block_bytes):
+@real
+async def test_a_workers_blocks_and_their_records_fit(block_bytes):
     """Also the smallest blocks, whose records are larger than they are."""
-
-    async def main():
-        with HostArena({Role.AGGREGATED: role("4MiB")}) as arena:
-            workers = [
-                HostWorker(arena.part(Role.AGGREGATED, n), (2 << 20) // block_bytes, block_bytes)
-                for n in range(2)
-            ]
-            await workers[0].offload(chain(6))
-            assert await workers[1].load(chain(6)) == 6
-            for worker in workers:
-                await worker.tier.close()
-
-    run_async(main())
+    with HostArena({Role.AGGREGATED: role("4MiB")}) as arena:
+        workers = [
+            HostWorker(arena.part(Role.AGGREGATED, n), (2 << 20) // block_bytes, block_bytes)
+            for n in range(2)
+        ]
+        await workers[0].offload(chain(6))
+        assert await workers[1].load(chain(6)) == 6
+        for worker in workers:
+            await worker.tier.close()
 
 
 def test_it_ends_with_the_deployment():

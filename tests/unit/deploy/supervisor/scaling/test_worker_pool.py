@@ -11,6 +11,7 @@ from penstock.core.types.scaling import ReplicaState
 from penstock.deploy.messages import Failed, Phase, Ready, RoleChanged
 from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
 from penstock.sim.loop.loop import run_virtual
+from tests.support.coroutines import virtual
 from tests.support.scripted_pool import PoolScene, ScriptedProcess
 
 AGGREGATED = {"aggregated": {"engine": "mock"}}
@@ -26,45 +27,41 @@ def declared(roles):
     return {Role(role): spec.get("replicas", 1) for role, spec in roles.items()}
 
 
-def test_a_start_is_seen_as_it_proceeds():
-    async def main():
-        scene = PoolScene(AGGREGATED)
-        async with scene.running() as pool:
-            scene.next = partial(ScriptedProcess, is_slow=True)
-            (name,) = await pool.add(Role.AGGREGATED, by="test")
-            await asyncio.sleep(1)
-            scene.processes[name].say(Phase(what="loads the engine"))
-            await asyncio.sleep(1)
-            replica = (await pool.scale()).replicas[1]
-            assert (replica.state, replica.phase) == (ReplicaState.STARTING, "loads the engine")
-            assert replica.age_s == pytest.approx(2.0)
-            scene.processes[name].say(Ready())
-            await asyncio.sleep(1)
-            scale = await pool.scale()
-            assert states(scale)[name] is ReplicaState.READY
-            assert scale.limits[0].start_s == pytest.approx(2.0)
-
-    run_virtual(main())
+@virtual
+async def test_a_start_is_seen_as_it_proceeds():
+    scene = PoolScene(AGGREGATED)
+    async with scene.running() as pool:
+        scene.next = partial(ScriptedProcess, is_slow=True)
+        (name,) = await pool.add(Role.AGGREGATED, by="test")
+        await asyncio.sleep(1)
+        scene.processes[name].say(Phase(what="loads the engine"))
+        await asyncio.sleep(1)
+        replica = (await pool.scale()).replicas[1]
+        assert (replica.state, replica.phase) == (ReplicaState.STARTING, "loads the engine")
+        assert replica.age_s == pytest.approx(2.0)
+        scene.processes[name].say(Ready())
+        await asyncio.sleep(1)
+        scale = await pool.scale()
+        assert states(scale)[name] is ReplicaState.READY
+        assert scale.limits[0].start_s == pytest.approx(2.0)
 
 
-def test_a_worker_that_fails_to_start_is_seen_and_tried_again():
-    async def main():
-        scene = PoolScene(AGGREGATED)
-        async with scene.running() as pool:
-            scene.next = partial(ScriptedProcess, is_slow=True)
-            (name,) = await pool.add(Role.AGGREGATED, by="test")
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            scene.processes[name].say(Failed(message="no memory", config=True))
-            scene.processes[name].end(2)
-            scene.next = ScriptedProcess
-            await asyncio.sleep(0.1)
-            replica = (await pool.scale()).replicas[1]
-            assert (replica.state, replica.phase) == (ReplicaState.FAILED, "no memory")
-            await asyncio.sleep(1)
-            assert states(await pool.scale())[name] is ReplicaState.READY
-
-    run_virtual(main())
+@virtual
+async def test_a_worker_that_fails_to_start_is_seen_and_tried_again():
+    scene = PoolScene(AGGREGATED)
+    async with scene.running() as pool:
+        scene.next = partial(ScriptedProcess, is_slow=True)
+        (name,) = await pool.add(Role.AGGREGATED, by="test")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        scene.processes[name].say(Failed(message="no memory", config=True))
+        scene.processes[name].end(2)
+        scene.next = ScriptedProcess
+        await asyncio.sleep(0.1)
+        replica = (await pool.scale()).replicas[1]
+        assert (replica.state, replica.phase) == (ReplicaState.FAILED, "no memory")
+        await asyncio.sleep(1)
+        assert states(await pool.scale())[name] is ReplicaState.READY
 
 
 THREE = {"aggregated": {"engine": "mock", "replicas": 3}}
@@ -87,189 +84,164 @@ def failing(scene, **failures):
 
 
 @pytest.mark.parametrize("failure", [NOT_THERE, WRONG], ids=["not there", "wrong"])
-def test_a_deployment_starts_without_servers_that_are_not_there_or_wrong(failure):
-    async def main():
-        scene = failing(PoolScene(THREE), **{"worker-2": failure})
-        async with asyncio.timeout(120), scene.running() as pool:
-            await asyncio.sleep(30)  # it is tried again and again
-            scale = states(await pool.scale())
-            assert scale == {
-                "worker-1": ReplicaState.READY,
-                "worker-2": ReplicaState.FAILED,
-                "worker-3": ReplicaState.READY,
-            }
-            failing(scene)
-            await asyncio.sleep(30)
-            assert states(await pool.scale())["worker-2"] is ReplicaState.READY
-
-    run_virtual(main())
+@virtual
+async def test_a_deployment_starts_without_servers_that_are_not_there_or_wrong(failure):
+    scene = failing(PoolScene(THREE), **{"worker-2": failure})
+    async with asyncio.timeout(120), scene.running() as pool:
+        await asyncio.sleep(30)  # it is tried again and again
+        scale = states(await pool.scale())
+        assert scale == {
+            "worker-1": ReplicaState.READY,
+            "worker-2": ReplicaState.FAILED,
+            "worker-3": ReplicaState.READY,
+        }
+        failing(scene)
+        await asyncio.sleep(30)
+        assert states(await pool.scale())["worker-2"] is ReplicaState.READY
 
 
-def test_a_deployment_waits_for_a_server_of_each_role():
-    async def main():
-        scene = failing(PoolScene(PAIR), **{"prefill-1": NOT_THERE})
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(60), scene.running():
-                pass
-        scene = failing(PoolScene(PAIR), **{"decode-1": NOT_THERE})
+@virtual
+async def test_a_deployment_waits_for_a_server_of_each_role():
+    scene = failing(PoolScene(PAIR), **{"prefill-1": NOT_THERE})
+    with pytest.raises(TimeoutError):
         async with asyncio.timeout(60), scene.running():
             pass
-
-    run_virtual(main())
-
-
-def test_a_role_whose_servers_are_all_wrong_ends_the_start():
-    async def main():
-        scene = failing(PoolScene(PAIR), **{"decode-1": WRONG, "decode-2": WRONG})
-        with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.timeout(60), scene.running():
-                pass
-        assert caught.group_contains(ConfigError, match="serves 'other'")
-
-    run_virtual(main())
+    scene = failing(PoolScene(PAIR), **{"decode-1": NOT_THERE})
+    async with asyncio.timeout(60), scene.running():
+        pass
 
 
-def test_two_workers_never_have_the_same_devices():
-    async def main():
-        scene = PoolScene(GPUS, devices=6)
-        async with scene.running() as pool:
-            await pool.add(Role.AGGREGATED, 2, by="test")
-            assert [replica.devices for replica in (await pool.scale()).replicas] == [(0, 1), (2, 3), (4, 5)]
-            with pytest.raises(
-                RequestError, match=r"0 can: each needs 2 free GPUs .*2 by worker-2, 3 by worker-2"
-            ):
-                await pool.add(Role.AGGREGATED, by="test")
-            await asyncio.sleep(1)
-            scene.processes["worker-2"].ignores = True
-            await pool.retire(["worker-2"], by="test")
-            with pytest.raises(RequestError, match="0 can"):
-                await pool.add(Role.AGGREGATED, by="test")
-            scene.processes["worker-2"].end(0)
-            await asyncio.sleep(1)
-            assert await pool.add(Role.AGGREGATED, by="test") == ("worker-2",)
-            assert scene.pool.members[-1].name == "worker-2"
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert scene.jobs[-1].device == 2
-            scene.devices.check()
-
-    run_virtual(main())
+@virtual
+async def test_a_role_whose_servers_are_all_wrong_ends_the_start():
+    scene = failing(PoolScene(PAIR), **{"decode-1": WRONG, "decode-2": WRONG})
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(60), scene.running():
+            pass
+    assert caught.group_contains(ConfigError, match="serves 'other'")
 
 
-def test_a_worker_that_does_not_drain_is_killed():
-    async def main():
-        scene = PoolScene(AGGREGATED)
-        async with scene.running() as pool:
-            scene.next = partial(ScriptedProcess, ignores=True)
-            (name,) = await pool.add(Role.AGGREGATED, by="test")
-            await asyncio.sleep(1)
-            await pool.retire([name], by="test")
-            await asyncio.sleep(29)
-            assert states(await pool.scale())[name] is ReplicaState.DRAINING
-            await asyncio.sleep(2)
-            assert list(states(await pool.scale())) == ["worker-1"]
-
-    run_virtual(main())
-
-
-def test_a_flipped_worker_starts_again_in_its_new_role():
-    async def main():
-        scene = PoolScene(PAIR)
-        async with scene.running() as pool:
-            await pool.flip("decode-2", Role.PREFILL, by="test")
-            scene.processes["decode-2"].end(1)
-            await asyncio.sleep(1)
-            assert (scene.jobs[-1].role, scene.jobs[-1].home) == (Role.PREFILL, Role.DECODE)
-            assert len((await pool.scale()).of(Role.PREFILL)) == 2
-
-    run_virtual(main())
-
-
-def test_a_flip_that_the_worker_refuses_changes_nothing():
-    async def main():
-        scene = PoolScene(PAIR)
-        async with scene.running() as pool:
-            refusal = RequestError("role prefill: transfers no KV", http_status=409)
-            scene.processes["decode-2"].refusal = RoleChanged(role=Role.DECODE, problem=refusal.to_info())
-            with pytest.raises(RequestError, match="transfers no KV"):
-                await pool.flip("decode-2", Role.PREFILL, by="test")
-            assert states(await pool.scale())["decode-2"] is ReplicaState.READY
-            assert len((await pool.scale()).of(Role.DECODE)) == 2
-
-    run_virtual(main())
-
-
-def test_a_flip_ends_with_its_process():
-    async def main():
-        scene = PoolScene(PAIR)
-        async with scene.running() as pool:
-            scene.processes["decode-2"].tell = lambda _news: scene.processes["decode-2"].end(-9)
-            with pytest.raises(Unavailable, match="decode-2 ended while it became prefill"):
-                await pool.flip("decode-2", Role.PREFILL, by="test")
-            await asyncio.sleep(1)
-            assert scene.jobs[-1].role is Role.DECODE
-
-    run_virtual(main())
-
-
-def test_a_change_of_role_that_somebody_else_asks_for_is_known():
-    async def main():
-        scene = PoolScene(PAIR)
-        async with scene.running() as pool:
-            before = (await pool.scale()).revision
-            scene.processes["decode-2"].say(RoleChanged(role=Role.PREFILL))
-            await asyncio.sleep(1)
-            scale = await pool.scale()
-            assert (scale.revision, scale.changed_by) == (before + 1, "penstock role")
-            assert len(scale.of(Role.PREFILL)) == 2
-
-    run_virtual(main())
-
-
-def test_the_last_ready_worker_stays_while_another_starts():
-    async def main():
-        scene = PoolScene(AGGREGATED)
-        async with scene.running() as pool:
-            scene.next = partial(ScriptedProcess, is_slow=True)
+@virtual
+async def test_two_workers_never_have_the_same_devices():
+    scene = PoolScene(GPUS, devices=6)
+    async with scene.running() as pool:
+        await pool.add(Role.AGGREGATED, 2, by="test")
+        assert [replica.devices for replica in (await pool.scale()).replicas] == [(0, 1), (2, 3), (4, 5)]
+        with pytest.raises(
+            RequestError, match=r"0 can: each needs 2 free GPUs .*2 by worker-2, 3 by worker-2"
+        ):
             await pool.add(Role.AGGREGATED, by="test")
-            with pytest.raises(
-                RequestError, match=r"worker-1 is the last .* wait until one of worker-2 is ready"
-            ):
-                await pool.retire(["worker-1"], by="test")
-
-    run_virtual(main())
-
-
-def test_the_last_prefill_worker_stays_where_decode_workers_compute_no_prompts():
-    async def main():
-        scene = PoolScene(PAIR | {"prefill": {"engine": "mock", "replicas": 2}})
-        scene.next = partial(ScriptedProcess, needs_prefill=True)
-        async with scene.running() as pool:
-            await pool.retire(["prefill-1"], by="test")
-            for change in (
-                pool.retire(["prefill-2"], by="test"),
-                pool.flip("prefill-2", Role.DECODE, by="test"),
-            ):
-                with pytest.raises(RequestError, match="prefill-2 is the last prefill worker that is ready"):
-                    await change
-
-    run_virtual(main())
+        await asyncio.sleep(1)
+        scene.processes["worker-2"].ignores = True
+        await pool.retire(["worker-2"], by="test")
+        with pytest.raises(RequestError, match="0 can"):
+            await pool.add(Role.AGGREGATED, by="test")
+        scene.processes["worker-2"].end(0)
+        await asyncio.sleep(1)
+        assert await pool.add(Role.AGGREGATED, by="test") == ("worker-2",)
+        assert scene.pool.members[-1].name == "worker-2"
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert scene.jobs[-1].device == 2
+        scene.devices.check()
 
 
-def test_the_last_worker_of_an_adapter_stays():
+@virtual
+async def test_a_worker_that_does_not_drain_is_killed():
+    scene = PoolScene(AGGREGATED)
+    async with scene.running() as pool:
+        scene.next = partial(ScriptedProcess, ignores=True)
+        (name,) = await pool.add(Role.AGGREGATED, by="test")
+        await asyncio.sleep(1)
+        await pool.retire([name], by="test")
+        await asyncio.sleep(29)
+        assert states(await pool.scale())[name] is ReplicaState.DRAINING
+        await asyncio.sleep(2)
+        assert list(states(await pool.scale())) == ["worker-1"]
+
+
+@virtual
+async def test_a_flipped_worker_starts_again_in_its_new_role():
+    scene = PoolScene(PAIR)
+    async with scene.running() as pool:
+        await pool.flip("decode-2", Role.PREFILL, by="test")
+        scene.processes["decode-2"].end(1)
+        await asyncio.sleep(1)
+        assert (scene.jobs[-1].role, scene.jobs[-1].home) == (Role.PREFILL, Role.DECODE)
+        assert len((await pool.scale()).of(Role.PREFILL)) == 2
+
+
+@virtual
+async def test_a_flip_that_the_worker_refuses_changes_nothing():
+    scene = PoolScene(PAIR)
+    async with scene.running() as pool:
+        refusal = RequestError("role prefill: transfers no KV", http_status=409)
+        scene.processes["decode-2"].refusal = RoleChanged(role=Role.DECODE, problem=refusal.to_info())
+        with pytest.raises(RequestError, match="transfers no KV"):
+            await pool.flip("decode-2", Role.PREFILL, by="test")
+        assert states(await pool.scale())["decode-2"] is ReplicaState.READY
+        assert len((await pool.scale()).of(Role.DECODE)) == 2
+
+
+@virtual
+async def test_a_flip_ends_with_its_process():
+    scene = PoolScene(PAIR)
+    async with scene.running() as pool:
+        scene.processes["decode-2"].tell = lambda _news: scene.processes["decode-2"].end(-9)
+        with pytest.raises(Unavailable, match="decode-2 ended while it became prefill"):
+            await pool.flip("decode-2", Role.PREFILL, by="test")
+        await asyncio.sleep(1)
+        assert scene.jobs[-1].role is Role.DECODE
+
+
+@virtual
+async def test_a_change_of_role_that_somebody_else_asks_for_is_known():
+    scene = PoolScene(PAIR)
+    async with scene.running() as pool:
+        before = (await pool.scale()).revision
+        scene.processes["decode-2"].say(RoleChanged(role=Role.PREFILL))
+        await asyncio.sleep(1)
+        scale = await pool.scale()
+        assert (scale.revision, scale.changed_by) == (before + 1, "penstock role")
+        assert len(scale.of(Role.PREFILL)) == 2
+
+
+@virtual
+async def test_the_last_ready_worker_stays_while_another_starts():
+    scene = PoolScene(AGGREGATED)
+    async with scene.running() as pool:
+        scene.next = partial(ScriptedProcess, is_slow=True)
+        await pool.add(Role.AGGREGATED, by="test")
+        with pytest.raises(
+            RequestError, match=r"worker-1 is the last .* wait until one of worker-2 is ready"
+        ):
+            await pool.retire(["worker-1"], by="test")
+
+
+@virtual
+async def test_the_last_prefill_worker_stays_where_decode_workers_compute_no_prompts():
+    scene = PoolScene(PAIR | {"prefill": {"engine": "mock", "replicas": 2}})
+    scene.next = partial(ScriptedProcess, needs_prefill=True)
+    async with scene.running() as pool:
+        await pool.retire(["prefill-1"], by="test")
+        for change in (
+            pool.retire(["prefill-2"], by="test"),
+            pool.flip("prefill-2", Role.DECODE, by="test"),
+        ):
+            with pytest.raises(RequestError, match="prefill-2 is the last prefill worker that is ready"):
+                await change
+
+
+@virtual
+async def test_the_last_worker_of_an_adapter_stays():
     roles = {
         "aggregated": {"engine": "mock", "replicas": 2, "adapters": ["a", "b"], "adapters_per_worker": 1}
     }
-
-    async def main():
-        async with PoolScene(roles).running() as pool:
-            with pytest.raises(RequestError, match="no other worker has adapter 'b'"):
-                await pool.retire(["worker-2"], by="test")
-            await pool.add(Role.AGGREGATED, 2, by="test")
-            await asyncio.sleep(1)
+    async with PoolScene(roles).running() as pool:
+        with pytest.raises(RequestError, match="no other worker has adapter 'b'"):
             await pool.retire(["worker-2"], by="test")
-
-    run_virtual(main())
+        await pool.add(Role.AGGREGATED, 2, by="test")
+        await asyncio.sleep(1)
+        await pool.retire(["worker-2"], by="test")
 
 
 @pytest.mark.parametrize(
@@ -281,14 +253,12 @@ def test_the_last_worker_of_an_adapter_stays():
         ({"engine": "paged", "replicas": 512}, "512 workers compute on"),
     ],
 )
-def test_why_no_more_may_be_added(fields, why):
-    async def main():
-        async with PoolScene({"aggregated": {"engine": "mock"} | fields}).running() as pool:
-            assert (await pool.scale()).limits[0].room == 0
-            with pytest.raises(RequestError, match=why):
-                await pool.add(Role.AGGREGATED, by="test")
-
-    run_virtual(main())
+@virtual
+async def test_why_no_more_may_be_added(fields, why):
+    async with PoolScene({"aggregated": {"engine": "mock"} | fields}).running() as pool:
+        assert (await pool.scale()).limits[0].room == 0
+        with pytest.raises(RequestError, match=why):
+            await pool.add(Role.AGGREGATED, by="test")
 
 
 def test_a_restarted_deployment_has_the_workers_it_was_scaled_to(tmp_path):
@@ -342,12 +312,10 @@ def test_a_kept_scale_that_this_machine_has_no_devices_for_is_left(tmp_path):
     run_virtual(scaled(2, 1))
 
 
-def test_nothing_changes_before_it_is_open_and_once_it_closes():
-    async def main():
-        scene = PoolScene(AGGREGATED)
-        async with scene.running() as pool:
-            await pool.drain()
-            with pytest.raises(Unavailable, match="about to start or to stop"):
-                await pool.add(Role.AGGREGATED, by="test")
-
-    run_virtual(main())
+@virtual
+async def test_nothing_changes_before_it_is_open_and_once_it_closes():
+    scene = PoolScene(AGGREGATED)
+    async with scene.running() as pool:
+        await pool.drain()
+        with pytest.raises(Unavailable, match="about to start or to stop"):
+            await pool.add(Role.AGGREGATED, by="test")
