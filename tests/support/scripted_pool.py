@@ -53,10 +53,12 @@ class ScriptedProcess:
     def say(self, report: Report) -> None:
         self._reports.put_nowait(report)
 
-    def end(self, status: int) -> None:
+    def end(self, status: int, *, closes: bool = True) -> None:
+        """End; unless it `closes` its socket, what it started keeps that open."""
         if not self._ended.is_set():
             self._status = status
-            self._reports.put_nowait(None)
+            if closes:
+                self._reports.put_nowait(None)
             self._ended.set()
 
     async def report(self) -> Report | None:

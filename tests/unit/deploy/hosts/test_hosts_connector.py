@@ -134,27 +134,60 @@ async def test_what_one_host_refuses_is_taken_back_at_the_others():
         assert (after.revision, after.changed_by) == (before.revision, before.changed_by)
 
 
+class Host:
+    """A host's pool, with another way to add workers."""
+
+    def __init__(self, pool, add):
+        self.pool, self._add = pool, add
+        self.told = None
+        """What it still tells of its scale, where its news are late."""
+
+    def __getattr__(self, name):
+        return getattr(self.pool, name)
+
+    async def scale(self, after=None):
+        return self.told or await self.pool.scale(after)
+
+    async def add(self, *order, **named):
+        return await self._add(self.pool, *order, **named)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
 @virtual
-async def test_an_order_whose_answer_is_lost_is_not_repeated():
-    class Deaf:
-        def __init__(self, pool):
-            self.pool = pool
-
-        def __getattr__(self, name):
-            return getattr(self.pool, name)
-
-        async def add(self, role, count=1, *, by, revision=None):
-            await self.pool.add(role, count, by=by, revision=revision)
-            raise Unavailable("b: the connection ended before it answered")
+async def test_an_order_whose_answer_is_lost_is_the_planners_own_and_is_not_repeated(is_late):
+    async def lost(pool, *order, **named):
+        host.told = await pool.scale() if is_late else None
+        await pool.add(*order, **named)
+        raise Unavailable("b: the connection ended before it answered")
 
     async with two_hosts({A: 1}, {A: 1}, rooms=(1, 4)) as (connector, _, b):
-        connector.join("b", Deaf(b), await b.scale())
+        host = Host(b, lost)
+        connector.join("b", host, await b.scale())
         actor = Actor(connector)
         outcome = await actor.carry_out({A: 3})
         assert "ended before it answered" in outcome.refused[0]
         assert len(b.workers) == 2
+        host.told = None
         await actor.carry_out({A: 3})
         assert len(b.workers) == 2, "it is there; nothing is added again"
+        look = await actor.look()
+        assert (look.held, look.now) == ("", {A: 3})
+        await b.add(A, by="somebody")
+        assert "somebody at b has set 4 aggregated" in (await actor.look()).held
+
+
+@virtual
+async def test_a_host_that_somebody_scales_between_look_and_order_refuses_the_order():
+    async def overtaken(pool, *order, **named):
+        await pool.add(A, by="a person")
+        return await pool.add(*order, **named)
+
+    async with two_hosts({A: 1}, {A: 1}, rooms=(1, 4)) as (connector, _, b):
+        connector.join("b", Host(b, overtaken), await b.scale())
+        with pytest.raises(RequestError, match="a person has scaled meanwhile"):
+            await connector.add(A, by="planner")
+        assert len(b.workers) == 2
+        assert (await connector.scale()).changed_by == "a person at b"
 
 
 @virtual
@@ -165,57 +198,6 @@ async def test_flips_go_to_the_worker_s_host_and_may_take_its_last_one():
         assert names(scale, P) == ["decode-1@b", "prefill-1@a"]
         with pytest.raises(RequestError, match="last worker that answers"):
             await connector.flip("decode-1@a", P, by="x")
-
-
-@virtual
-async def test_a_host_that_somebody_scales_between_look_and_order_refuses_the_order():
-    class Overtaken:
-        def __init__(self, pool):
-            self.pool = pool
-
-        def __getattr__(self, name):
-            return getattr(self.pool, name)
-
-        async def add(self, role, count=1, *, by, revision=None):
-            await self.pool.add(role, by="a person")
-            return await self.pool.add(role, count, by=by, revision=revision)
-
-    async with two_hosts({A: 1}, {A: 1}, rooms=(1, 4)) as (connector, _, b):
-        connector.join("b", Overtaken(b), await b.scale())
-        with pytest.raises(RequestError, match="a person has scaled meanwhile"):
-            await connector.add(A, by="planner")
-        assert len(b.workers) == 2
-        assert (await connector.scale()).changed_by == "a person at b"
-
-
-@virtual
-async def test_an_order_whose_answer_is_late_is_the_planners_own():
-    class Late:
-        """A host that obeys and does not answer in time."""
-
-        def __init__(self, pool):
-            self._pool, self.is_late = pool, True
-            self._before = None
-
-        async def scale(self, after=None):
-            return (self._before if self.is_late else None) or await self._pool.scale(after)
-
-        async def add(self, *args, **changes):
-            self._before = await self._pool.scale()
-            await self._pool.add(*args, **changes)
-            raise Unavailable("b: no answer in 30 s; look again")
-
-    connector = HostsConnector(settle_s=0.0)
-    async with pool_of({A: 1}, 4) as pool:
-        host = Late(pool)
-        connector.join("b", host, await pool.scale())
-        actor = Actor(connector)
-        assert (await actor.carry_out({A: 2})).refused == ("b: no answer in 30 s; look again",)
-        host.is_late = False
-        look = await actor.look()
-        assert (look.held, look.now) == ("", {A: 2})
-        await pool.add(A, by="somebody")
-        assert "somebody at b has set 3 aggregated" in (await actor.look()).held
 
 
 @virtual

@@ -1,18 +1,18 @@
+"""A member over processes by script and virtual time: how it starts them, ends them, and gives them up."""
+
 import asyncio
-import signal
-import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
 from penstock.deploy.messages import (
     Assignment,
     Beat,
     Closing,
-    Common,
     Failed,
     Health,
     ProcessFailed,
@@ -24,99 +24,64 @@ from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
 from penstock.deploy.supervisor.member import Member
 from penstock.graph import Supervision
-from tests.support.coroutines import real, virtual
+from tests.support.coroutines import virtual
+from tests.support.scripted_pool import CARD, COMMON, ScriptedProcess
 
 QUICK = Supervision(restart_delay_s=0.001, restart_delay_max_s=0.002, failed_starts_max=3)
-
-CARD = ModelCard(name="m", context_length=64, block_size=16, salt=b"")
-COMMON = Common(
-    graph_json="",
-    runtime_dir="",
-    hub_address="",
-    secret=b"",
-    hash_key=b"",
-    log_level="info",
-    supervisor_pid=1,
-    heartbeat_interval_s=1.0,
-)
+Process = Callable[[], ScriptedProcess]
 
 
-class ScriptedChild:
-    """Says its reports, then ends with `status`; without one it lives until a signal comes."""
+def process(*reports: Report, ends: int | None = None, ignores: bool = False, closes: bool = True) -> Process:
+    """Make what starts a process with these reports, which then `ends` with a status, or lives."""
 
-    def __init__(self, reports: list[Report], status: int | None) -> None:
-        self.pid = 7
-        self.told: list[ProcessFailed] = []
-        self.signals: list[signal.Signals] = []
-        self._reports: asyncio.Queue[Report | None] = asyncio.Queue()
+    def start() -> ScriptedProcess:
+        made = ScriptedProcess(is_slow=True, ignores=ignores)
         for report in reports:
-            self._reports.put_nowait(report)
-        self._ended = asyncio.Event()
-        self._status = 0
-        if status is not None:
-            self._end(status)
+            made.say(report)
+        if ends is not None:
+            made.end(ends, closes=closes)
+        return made
 
-    def _end(self, status: int) -> None:
-        if not self._ended.is_set():
-            self._status = status
-            self._reports.put_nowait(None)
-            self._ended.set()
-
-    async def report(self) -> Report | None:
-        return await self._reports.get()
-
-    async def wait(self) -> int:
-        await self._ended.wait()
-        return self._status
-
-    def signal(self, number: signal.Signals) -> None:
-        self.signals.append(number)
-        self._end(0 if number == signal.SIGTERM else -number)
-
-    def kill(self) -> None:
-        self._end(-9)
-
-    def kill_at_once(self) -> None:
-        self._end(-9)
-
-    def say(self, report: Report) -> None:
-        self._reports.put_nowait(report)
-
-    def tell(self, failure: ProcessFailed) -> None:
-        self.told.append(failure)
+    return start
 
 
 class Scene:
     """A member whose processes follow a script; the last one repeats."""
 
-    def __init__(self, *script: tuple[list[Report], int | None], settings: Supervision = QUICK) -> None:
+    def __init__(self, *script: Process, settings: Supervision = QUICK) -> None:
         self.said: list[tuple[str, str]] = []
-        self.children: list[ScriptedChild] = []
+        self.children: list[ScriptedProcess] = []
         self._script = list(script)
         self.member = Member("worker-1", self._assign, settings, start=self._start, say=self._say)
 
     def _assign(self) -> Assignment:
-        return Assignment(
-            name="worker-1",
-            job=WorkerJob(
-                worker_id=WorkerId(len(self.children) + 1), role=Role.AGGREGATED, model_dir="", card=CARD
-            ),
-            common=COMMON,
-        )
+        job = WorkerJob(worker_id=WorkerId(1), role=Role.AGGREGATED, model_dir="", card=CARD)
+        return Assignment(name="worker-1", job=job, common=COMMON)
 
-    async def _start(self, _: Assignment) -> ScriptedChild:
-        reports, status = self._script.pop(0) if len(self._script) > 1 else self._script[0]
-        self.children.append(ScriptedChild(reports, status))
+    async def _start(self, _: Assignment) -> ScriptedProcess:
+        start = self._script.pop(0) if len(self._script) > 1 else self._script[0]
+        self.children.append(start())
         return self.children[-1]
 
     def _say(self, name: str, state: str, detail: str) -> None:
         assert name == "worker-1"
         self.said.append((state, detail.partition("  ")[0]))
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the member in the block; it is stopped and ends after it."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.member.run())
+            yield
+            self.member.stop()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():  # noqa: ASYNC110 - time is virtual
+            await asyncio.sleep(0.001)
+
 
 def test_backoff_doubles_to_its_bound_and_forgets_after_a_healthy_while() -> None:
-    settings = Supervision(restart_delay_s=0.2, restart_delay_max_s=1.0, healthy_after_s=30)
-    backoff = Backoff(settings)
+    backoff = Backoff(Supervision(restart_delay_s=0.2, restart_delay_max_s=1.0, healthy_after_s=30))
     assert [backoff.delay_s(None) for _ in range(5)] == [0.2, 0.4, 0.8, 1.0, 1.0]
     assert backoff.failed_starts == 5
     assert backoff.delay_s(5.0) == 1.0
@@ -127,22 +92,17 @@ def test_backoff_doubles_to_its_bound_and_forgets_after_a_healthy_while() -> Non
 
 
 def test_statuses_are_worded() -> None:
-    assert describe_status(1) == "exit code 1"
-    assert describe_status(-9) == "killed by SIGKILL"
-    assert describe_status(-99) == "killed by signal 99"
+    statuses = {1: "exit code 1", -9: "killed by SIGKILL", -99: "killed by signal 99"}
+    assert {status: describe_status(status) for status in statuses} == statuses
 
 
-@real
+@virtual
 async def test_a_process_that_dies_is_replaced_until_the_member_is_stopped() -> None:
-    scene = Scene(([Ready(detail="a", kv_tiers=("host: c",))], -9), ([Ready(detail="b")], None))
-    async with asyncio.TaskGroup() as group, asyncio.timeout(5):
-        running = group.create_task(scene.member.run())
-        while len(scene.children) < 2 or not scene.member.ready.is_set():  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    scene = Scene(process(Ready(detail="a", kv_tiers=("host: c",)), ends=-9), process(Ready(detail="b")))
+    async with scene.running():
+        await scene.until(lambda: len(scene.children) == 2 and scene.member.ready.is_set())
         assert scene.member.pid == 7
         scene.member.stop()
-        scene.member.stop()
-        await running
     assert scene.said == [
         ("ready", "a"),
         ("kv tier", "host: c"),
@@ -150,115 +110,75 @@ async def test_a_process_that_dies_is_replaced_until_the_member_is_stopped() -> 
         ("ready", "b"),
         ("stopped", ""),
     ]
-    assert scene.children[1].signals == [signal.SIGTERM]
+    assert await scene.children[1].wait() == 0, "by SIGTERM"
     assert scene.member.pid is None
 
 
-def test_settings_that_cannot_work_end_it_with_the_childs_own_words() -> None:
-    scene = Scene(([Failed(message="/m: no weights", config=True)], 2))
-    with pytest.raises(ConfigError, match=r"^/m: no weights$"):
-        asyncio.run(scene.member.run())
+@pytest.mark.parametrize(
+    ("child", "settings", "error", "said", "starts"),
+    [
+        (process(Failed(message="/m: no weights", config=True), ends=2), QUICK, ConfigError, r"^/m: no weights$", 1),
+        (process(ends=1), QUICK, Unavailable, r"^worker-1: failed to start 3 times in a row, at last: exit code 1;", 3),
+        (process(), Supervision(start_timeout_s=0.1, failed_starts_max=1), Unavailable, r"not ready 0\.1 s after its start", 1),
+        (process(Failed(message="no memory"), ends=1, closes=False), Supervision(failed_starts_max=1), Unavailable, "no memory", 1),
+    ],
+    ids=["wrong setting", "never ready", "too late", "its socket does not end"],
+)  # fmt: skip
+@virtual
+async def test_a_start_that_fails_for_good_ends_it_with_the_childs_own_words(
+    child: Process, settings: Supervision, error: type[Exception], said: str, starts: int
+) -> None:
+    scene = Scene(child, settings=settings)
+    with pytest.raises(error, match=said):
+        await scene.member.run()
+    assert len(scene.children) == starts
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+@virtual
+async def test_what_is_not_there_yet_or_can_be_done_without_is_tried_for_ever(is_outside: bool) -> None:
+    scene = Scene(process(Failed(message="no connection", outside=is_outside), ends=1))
+    if not is_outside:
+        scene.member.may_give_up = scene.member.may_refuse = lambda: False
+    async with scene.running():
+        await scene.until(lambda: len(scene.children) == 8)
+
+
+@virtual
+async def test_it_is_said_that_an_engine_cannot_serve_and_that_it_can_again() -> None:
+    scene = Scene(process(Ready(detail="a"), Health(problem="refused"), Health()))
+    async with scene.running():
+        await scene.until(lambda: len(scene.said) == 3)
+    assert scene.said[:3] == [("ready", "a"), ("unhealthy", "refused"), ("ready", "serves again")]
     assert len(scene.children) == 1
 
 
-def test_a_process_that_never_gets_ready_is_given_up() -> None:
-    scene = Scene(([], 1))
-    with pytest.raises(
-        Unavailable, match=r"^worker-1: failed to start 3 times in a row, at last: exit code 1;"
-    ):
-        asyncio.run(scene.member.run())
-    assert len(scene.children) == 3
-
-
-@real
-async def test_a_member_the_deployment_can_do_without_is_tried_for_ever() -> None:
-    scene = Scene(([Failed(message="no weights", config=True)], 2), ([], 1))
-    scene.member.may_give_up = scene.member.may_refuse = lambda: False
-    async with asyncio.TaskGroup() as group, asyncio.timeout(5):
-        running = group.create_task(scene.member.run())
-        while len(scene.children) < 8:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        scene.member.stop()
-        await running
-
-
-@real
-async def test_a_worker_whose_server_is_not_there_yet_is_tried_for_ever() -> None:
-    scene = Scene(([Failed(message="no connection", outside=True)], 1))
-    async with asyncio.TaskGroup() as group, asyncio.timeout(5):
-        running = group.create_task(scene.member.run())
-        while len(scene.children) < 8:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        scene.member.stop()
-        await running
-
-
-@real
-async def test_it_is_said_that_an_engine_cannot_serve_and_that_it_can_again() -> None:
-    scene = Scene(([Ready(detail="a"), Health(problem="refused"), Health()], None))
-    async with asyncio.TaskGroup() as group, asyncio.timeout(5):
-        running = group.create_task(scene.member.run())
-        while len(scene.said) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        assert len(scene.children) == 1
-        scene.member.stop()
-        await running
-    assert scene.said[:3] == [("ready", "a"), ("unhealthy", "refused"), ("ready", "serves again")]
-
-
-def test_a_start_that_takes_too_long_is_a_failed_one() -> None:
-    settings = Supervision(start_timeout_s=0.001, failed_starts_max=1)
-    scene = Scene(([], None), settings=settings)
-    with pytest.raises(Unavailable, match=r"not ready 0\.001 s after its start"):
-        asyncio.run(scene.member.run())
-
-
-@real
+@virtual
 async def test_a_process_that_is_not_ready_is_not_waited_for() -> None:
-    scene = Scene(([], None))
-    async with asyncio.TaskGroup() as group, asyncio.timeout(5):
-        running = group.create_task(scene.member.run())
-        while not scene.children:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        scene.member.stop()
-        await running
+    scene = Scene(process(ignores=True))
+    async with scene.running():
+        await scene.until(lambda: bool(scene.children))
     assert await scene.children[0].wait() == -9
     assert scene.said == [("stopped", "")]
 
 
-@real
+@virtual
 async def test_kill_ends_at_once_and_cancellation_leaves_no_process() -> None:
-    scene = Scene(([Ready()], None))
-    async with asyncio.TaskGroup() as group, asyncio.timeout(5):
-        running = group.create_task(scene.member.run())
+    scene, other = Scene(process(Ready(), ignores=True)), Scene(process(Ready()))
+    async with scene.running():
         await scene.member.ready.wait()
         scene.member.kill()
-        await running
-        other = Scene(([Ready()], None))
-        running = group.create_task(other.member.run())
-        await other.member.ready.wait()
-        running.cancel()
+    running = asyncio.create_task(other.member.run())
+    await other.member.ready.wait()
+    running.cancel()
     assert await other.children[0].wait() == -9
-
-
-class HangingChild(ScriptedChild):
-    """Ends by SIGKILL alone."""
-
-    def signal(self, number: signal.Signals) -> None:
-        self.signals.append(number)
-        self.say(Closing())
 
 
 @pytest.mark.parametrize("cause", [None, "the engine ended: KeyError('x')"])
 @virtual
-async def test_an_engine_that_does_not_close_is_killed(
-    monkeypatch: pytest.MonkeyPatch, cause: str | None
-) -> None:
+async def test_an_engine_that_does_not_close_is_killed(cause: str | None) -> None:
     """When it stops, and when it has failed: then it is started again for its own reason."""
-    monkeypatch.setattr(sys.modules[__name__], "ScriptedChild", HangingChild)
-    settings = Supervision(close_timeout_s=3)
-    scene = Scene(([Ready(detail="a")], None), settings=settings)
+    scene = Scene(process(Ready(detail="a"), ignores=True), settings=Supervision(close_timeout_s=3))
     async with asyncio.TaskGroup() as group:
         running = group.create_task(scene.member.run())
         await scene.member.ready.wait()
@@ -266,7 +186,7 @@ async def test_an_engine_that_does_not_close_is_killed(
             scene.member.stop()
         else:
             scene.children[0].say(Failed(message=cause))
-            scene.children[0].say(Closing())
+        scene.children[0].say(Closing())
         await asyncio.sleep(2.5)
         assert len(scene.said) == 1
         await asyncio.sleep(1)
@@ -276,20 +196,18 @@ async def test_an_engine_that_does_not_close_is_killed(
         else:
             scene.member.kill()
     why = "killed as its engine did not close within 3 s (supervision.close_timeout_s)"
-    assert scene.said[1] == (
-        ("stopped", why) if cause is None else ("failed", f"{cause}; starts again in 0.2 s")
-    )
+    restart = ("failed", f"{cause}; starts again in 0.2 s")
+    assert scene.said[1] == (("stopped", why) if cause is None else restart)
 
 
 @virtual
 async def test_a_process_that_falls_silent_is_killed_and_started_again() -> None:
-    """One that says that it is there lives on; a supervisor that was stopped blames nobody for the time that it missed."""
+    """One that says that it is there lives on."""
     settings = Supervision(liveness_timeout_s=10, restart_delay_s=0.5)
-    scene = Scene(([Ready(detail="a")], None), ([Ready(detail="b")], None), settings=settings)
+    scene = Scene(process(Ready(detail="a")), process(Ready(detail="b")), settings=settings)
     failures: list[tuple[str, str]] = []
     scene.member.on_failure = lambda name, reason: failures.append((name, reason))
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(scene.member.run())
+    async with scene.running():
         await scene.member.ready.wait()
         for _ in range(40):
             await asyncio.sleep(1)
@@ -299,33 +217,11 @@ async def test_a_process_that_falls_silent_is_killed_and_started_again() -> None
         assert len(scene.children) == 2
         assert await scene.children[0].wait() == -9
         assert failures == [("worker-1", "silent")]
-        scene.member.tell(ProcessFailed(name="worker-1", reason="silent", count=1))
-        assert [failure.count for failure in scene.children[1].told] == [1]
-        scene.member.stop()
-        await running
-    assert scene.said[1] == (
-        "failed",
-        "killed after 10 s of silence (supervision.liveness_timeout_s); starts again in 0.5 s",
-    )
-
-
-@virtual
-async def test_last_words_count_though_something_it_started_keeps_the_socket_open() -> None:
-    class Holding(ScriptedChild):
-        def _end(self, status: int) -> None:
-            if not self._ended.is_set():
-                self._status = status
-                self._ended.set()  # and its socket does not end
-
-    scene = Scene(([], None), settings=Supervision(failed_starts_max=1))
-    child = Holding([Failed(message="no memory")], 1)
-
-    async def start(_: Assignment) -> Holding:
-        return child
-
-    scene.member._start = start
-    with pytest.raises(Unavailable, match="no memory"):
-        await scene.member.run()
+        failure = ProcessFailed(name="worker-1", reason="silent", count=1)
+        scene.member.tell(failure)
+        assert scene.children[1].told == [failure]
+    said = "killed after 10 s of silence (supervision.liveness_timeout_s); starts again in 0.5 s"
+    assert scene.said[1] == ("failed", said)
 
 
 @pytest.mark.parametrize(
@@ -339,14 +235,10 @@ async def test_last_words_count_though_something_it_started_keeps_the_socket_ope
 )
 @virtual
 async def test_it_is_said_why_a_process_ended(reports: list[Report], status: int, reason: str) -> None:
-    scene = Scene((reports, status), ([Ready()], None))
-    heard = asyncio.Event()
+    scene = Scene(process(*reports, ends=status), process(Ready()))
     failures: list[str] = []
     scene.member.may_refuse = lambda: False
-    scene.member.on_failure = lambda _name, reason: (failures.append(reason), heard.set())[0]
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(scene.member.run())
-        await heard.wait()
-        scene.member.stop()
-        await running
+    scene.member.on_failure = lambda _name, reason: failures.append(reason)
+    async with scene.running():
+        await scene.until(lambda: bool(failures))
     assert failures == [reason]

@@ -10,7 +10,6 @@ from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
 from penstock.deploy.messages import Failed, Phase, Ready, RoleChanged
 from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
-from penstock.sim.loop.loop import run_virtual
 from tests.support.coroutines import virtual
 from tests.support.scripted_pool import PoolScene, ScriptedProcess
 
@@ -261,55 +260,38 @@ async def test_why_no_more_may_be_added(fields, why):
             await pool.add(Role.AGGREGATED, by="test")
 
 
-def test_a_restarted_deployment_has_the_workers_it_was_scaled_to(tmp_path):
-    async def first():
-        with ScaleFile(tmp_path, declared(PAIR)) as file:
-            async with PoolScene(PAIR, file=file).running() as pool:
-                await pool.add(Role.PREFILL, 2, by="test")
-                await pool.flip("decode-2", Role.PREFILL, by="test")
-                await asyncio.sleep(1)
-                await pool.retire(["prefill-1"], by="test")
-
-    async def second():
-        with ScaleFile(tmp_path, declared(PAIR)) as file:
-            scene = PoolScene(PAIR, file=file)
-            async with scene.running() as pool:
-                scale = await pool.scale()
-                assert {replica.name: replica.role for replica in scale.replicas} == {
-                    "decode-1": Role.DECODE,
-                    "decode-2": Role.PREFILL,
-                    "prefill-2": Role.PREFILL,
-                    "prefill-3": Role.PREFILL,
-                }
-                assert scale.revision == 3
-                assert scene.restored.startswith("3 prefill, 1 decode: set by test before the restart")
-
-    run_virtual(first())
-    run_virtual(second())
+@virtual
+async def test_a_restarted_deployment_has_the_workers_it_was_scaled_to(tmp_path):
+    with ScaleFile(tmp_path, declared(PAIR)) as file:
+        async with PoolScene(PAIR, file=file).running() as pool:
+            await pool.add(Role.PREFILL, 2, by="test")
+            await pool.flip("decode-2", Role.PREFILL, by="test")
+            await asyncio.sleep(1)
+            await pool.retire(["prefill-1"], by="test")
+    with ScaleFile(tmp_path, declared(PAIR)) as file:
+        scene = PoolScene(PAIR, file=file)
+        async with scene.running() as pool:
+            scale = await pool.scale()
+            roles = {replica.name: replica.role for replica in scale.replicas}
+            prefill = dict.fromkeys(("decode-2", "prefill-2", "prefill-3"), Role.PREFILL)
+            assert roles == {"decode-1": Role.DECODE, **prefill}
+            assert scale.revision == 3
+            assert scene.restored.startswith("3 prefill, 1 decode: set by test before the restart")
 
 
-def test_a_graph_with_other_replicas_counts_more_than_what_was_kept(tmp_path):
-    async def scaled(roles, count):
-        with ScaleFile(tmp_path, declared(roles)) as file:
-            async with PoolScene(roles, file=file).running() as pool:
-                assert len((await pool.scale()).replicas) == count
-                if count == 1:
-                    await pool.add(Role.AGGREGATED, 2, by="test")
-
-    run_virtual(scaled(AGGREGATED, 1))
-    run_virtual(scaled({"aggregated": {"engine": "mock", "replicas": 2}}, 2))
-
-
-def test_a_kept_scale_that_this_machine_has_no_devices_for_is_left(tmp_path):
-    async def scaled(devices, count):
-        with ScaleFile(tmp_path, declared(GPUS)) as file:
-            async with PoolScene(GPUS, devices=devices, file=file).running() as pool:
-                assert len((await pool.scale()).replicas) == count
-                if devices == 4:
-                    await pool.add(Role.AGGREGATED, by="test")
-
-    run_virtual(scaled(4, 1))
-    run_virtual(scaled(2, 1))
+@pytest.mark.parametrize(
+    ("first", "then", "devices", "count"),
+    [(AGGREGATED, {"aggregated": {"engine": "mock", "replicas": 3}}, None, 3), (GPUS, GPUS, 2, 1)],
+    ids=["the graph counts more", "no devices for it"],
+)
+@virtual
+async def test_a_kept_scale_that_does_not_fit_is_left(tmp_path, first, then, devices, count):
+    with ScaleFile(tmp_path, declared(first)) as file:
+        async with PoolScene(first, file=file).running() as pool:
+            await pool.add(Role.AGGREGATED, by="test")
+    with ScaleFile(tmp_path, declared(then)) as file:
+        async with PoolScene(then, devices=devices, file=file).running() as pool:
+            assert len((await pool.scale()).replicas) == count
 
 
 @virtual
