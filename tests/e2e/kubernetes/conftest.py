@@ -47,7 +47,7 @@ class Site:
         )
         self.registry = CollectorRegistry()
 
-    def operator(self, identity="first", lease_s=0.6):
+    def operator(self, identity="first", lease_s=5.0):
         return Operator(
             self.access,
             rng=random.Random(identity),
@@ -58,7 +58,7 @@ class Site:
             registry=self.registry if identity == "first" else None,
         )
 
-    def start_operator(self, identity="first", lease_s=0.6):
+    def start_operator(self, identity="first", lease_s=5.0):
         return self.group.create_task(self.operator(identity, lease_s).run())
 
     async def apply(self, name="chat", *, roles=PAIR, options=None, **graph):
@@ -67,6 +67,11 @@ class Site:
             "spec": {"graph": {"model": "demo", "roles": roles} | graph, "options": options or {"image": "r/penstock:1"}},
         }  # fmt: skip
         return await self.client.apply(GRAPHS, body, manager="suite")
+
+    async def up(self, **graph):
+        """Apply a graph, and wait until all is as it should be."""
+        await self.apply(**graph)
+        await self.serves()
 
     async def status(self, name="chat"):
         return (await self.client.get(GRAPHS, name)).get("status") or {}
@@ -88,12 +93,12 @@ class Site:
                 return found
             await asyncio.sleep(0.02)
 
-    async def is_true(self, kind, reason):
-        """Wait until a condition is true for a reason; returns its message."""
+    async def says(self, kind, text, *, status="True", name="chat"):
+        """Wait until a condition has this status, and `text` as its reason or in its message; returns the message."""
 
         async def check():
-            condition = await self.condition(kind)
-            is_so = condition["status"] == "True" and condition["reason"] == reason
+            condition = await self.condition(kind, name)
+            is_so = condition["status"] == status and text in f"{condition['reason']} {condition['message']}"
             return condition["message"] or "no message" if is_so else ""
 
         return await self.until(check)
@@ -117,6 +122,19 @@ class Site:
             for stored in self.server.store.all(self.cluster.kind(plural))
             if stored.body["metadata"]["name"] != CLAIM or plural != "configmaps"
         }
+
+    def names(self, part=None):
+        return {pod["metadata"]["name"] for pod in self.cluster.pods(part)}
+
+    def images(self):
+        return {pod["spec"]["containers"][0]["image"] for pod in self.cluster.pods()}
+
+    async def has_pods(self, part, count):
+        await self.until(lambda: len(self.cluster.pods(part)) == count)
+
+    async def parts(self, field):
+        """Give a field of each part in the status, by the part's name."""
+        return {part["name"]: part[field] for part in (await self.status())["parts"]}
 
     async def evict(self, pod):
         """Evict a pod as kubectl drain does, again while a budget forbids it; returns how often it did."""
@@ -144,7 +162,7 @@ class Site:
 def site():
     """Run a scenario with an operator, unless the scenario starts its own."""
 
-    def run(scenario, *, operator=True, timeout_s=60):
+    def run(scenario, *, operator=True, lease_s=5.0, timeout_s=60):
         async def main():
             async with (
                 asyncio.timeout(timeout_s),
@@ -163,7 +181,7 @@ def site():
                     for definition in definitions():
                         await client.create(DEFINITIONS, definition)
                     here = Site(server, client, leases, group)
-                    running = here.start_operator() if operator else None
+                    running = here.start_operator(lease_s=lease_s) if operator else None
                     await scenario(here)
                     for task in tuple(group._tasks):
                         task.cancel()

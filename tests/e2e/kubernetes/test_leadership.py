@@ -25,22 +25,34 @@ async def holder(here):
     return (lease or {}).get("spec", {}).get("holderIdentity")
 
 
+async def leads(here, name):
+    """Wait until an operator leads."""
+
+    async def check():
+        return await holder(here) == name
+
+    await here.until(check)
+
+
+async def take_lead(here, name, seconds):
+    spec = {"holderIdentity": name, "leaseDurationSeconds": seconds}
+    await here.leases.patch(LEASES, LEASE, {"spec": spec})
+
+
+def value(here, name, **labels):
+    return here.registry.get_sample_value(f"penstock_operator_{name}", labels)
+
+
 @given_by("site", operator=False)
 async def test_one_acts_and_the_next_begins_at_once_when_it_ends(here):
     first = here.start_operator("first", lease_s=60)
-    await here.until(lambda: is_holder(here, "first"))
+    await leads(here, "first")
     here.start_operator("second", lease_s=2)
-    await here.apply()
-    await here.serves()
+    await here.up()
     assert await holder(here) == "first"
     first.cancel()
-    await here.until(lambda: is_holder(here, "second"))  # long before 60 s
-    await here.apply(block_size=32)
-    await here.serves()
-
-
-async def is_holder(here, name):
-    return await holder(here) == name
+    await leads(here, "second")  # long before 60 s
+    await here.up(block_size=32)
 
 
 @given_by("site", operator=False)
@@ -53,41 +65,26 @@ async def test_a_lease_that_nobody_renews_is_taken_after_its_time(here):
     here.start_operator("second")
     await asyncio.sleep(0.5)
     assert await holder(here) == "dead", "its clock may be wrong, but it may live"
-    await here.until(lambda: is_holder(here, "second"))
+    await leads(here, "second")
 
 
-@given_by("site", operator=False)
-async def test_a_leader_whose_lease_was_taken_stops(here):
-    here.start_operator("first")
-    await here.until(lambda: is_holder(here, "first"))
-    await here.leases.patch(LEASES, LEASE, {"spec": {"holderIdentity": "other", "leaseDurationSeconds": 60}})
-    await here.until(lambda: not here.server._handlers)  # its watches have ended
-    await here.apply()
+@given_by("site", lease_s=0.6)
+async def test_a_leader_whose_lease_was_taken_stops_and_counts_no_graphs(here):
+    await here.up()
+    assert value(here, "graphs") == 1.0
+    await take_lead(here, "other", 3600)
+    await here.until(lambda: value(here, "graphs") == 0.0)
+    await here.until(lambda: not here.server.open_requests)  # its watches have ended
+    await here.apply(block_size=32)
     requests = len(here.server.requests)
     await asyncio.sleep(0.6)
-    acted = [
-        request for request in here.server.requests[requests:] if request[0] in {"patch", "create", "delete"}
-    ]
+    acted = [verb for verb, _ in here.server.requests[requests:] if verb in {"patch", "create", "delete"}]
     assert acted == []
-    assert await here.status() == {}
-
-
-@given_by("site")
-async def test_an_api_server_that_was_away_finds_its_operator_again(here):
-    await here.apply()
-    await here.serves()
-    await here.server.stop()
-    await asyncio.sleep(1.5)  # the lead is lost
-    await here.server.start()
-    await here.apply(block_size=32)
-    await here.serves()
 
 
 @given_by("site")
 async def test_no_pod_may_take_the_lead(here):
-    await here.until(lambda: is_holder(here, "first"))
-    await here.apply()
-    await here.serves()
+    await here.up()
     token = here.server.token_of("default", "chat")
     access = KubernetesAccess(here.server.url, namespace="penstock-operator", token=token)
     async with KubernetesClient(access, timeout_s=10) as pod:
@@ -102,6 +99,7 @@ async def test_no_pod_may_take_the_lead(here):
 
 @given_by("site", operator=False)
 async def test_probes_and_metrics_say_how_the_operator_is(here):
+    here.server.forbidden.add(("list", "penstockroles"))
     operator = here.operator("first", lease_s=2)
     async with (
         OperatorHttp("tcp://127.0.0.1:0", here.registry, operator.is_ready) as http,
@@ -112,100 +110,84 @@ async def test_probes_and_metrics_say_how_the_operator_is(here):
             async with session.get(f"http://127.0.0.1:{http.port}{path}") as answer:
                 return answer.status, await answer.text()
 
-        async def says(text):
-            return text in (await ask("/metrics"))[1]
-
-        assert (await ask("/readyz"))[0] == 503, "nothing has answered yet"
-        here.group.create_task(operator.run())
-        await here.apply()
-        await here.serves()
-        assert (await ask("/healthz"), await ask("/readyz")) == ((200, "ok\n"),) * 2
-        assert await says("penstock_operator_leader 1.0")
-        assert await says("penstock_operator_graphs 1.0")
-        assert here.registry.get_sample_value("penstock_operator_reconciles_total", {"outcome": "done"}) > 0
-        here.server.forbidden.add(("patch", "services"))
-        await here.apply(block_size=32)
-        await here.until(lambda: says('penstock_operator_reconciles_total{outcome="failed"}'))
-        await here.server.stop()
-        await here.until(lambda: says("penstock_operator_leader 0.0"))
+        async def is_ready():
+            return (await ask("/readyz"))[0] == 200
 
         async def is_away():
-            return (await ask("/readyz"))[0] == 503
+            return not await is_ready()
 
+        assert await is_away(), "nothing has answered yet"
+        here.group.create_task(operator.run())
+        await here.until(lambda: value(here, "leader") == 1.0)
+        assert await is_away(), "its definitions are missing"
+        here.server.forbidden.clear()
+        await here.until(is_ready)
+        await here.up()
+        assert (await ask("/healthz"), await ask("/readyz")) == ((200, "ok\n"),) * 2
+        assert "penstock_operator_graphs 1.0" in (await ask("/metrics"))[1]
+        assert value(here, "reconciles_total", outcome="done") > 0
+        here.server.forbidden.add(("patch", "services"))
+        await here.apply(block_size=32)
+        await here.until(lambda: value(here, "reconciles_total", outcome="failed"))
+        await here.server.stop()
+        await here.until(lambda: value(here, "leader") == 0.0)
         await here.until(is_away)
         assert (await ask("/healthz"))[0] == 200, "a restart would not help"
         await here.server.start()
 
 
+def another_operator(here, *, namespace, lease_namespace, registry=None):
+    access, leases = (
+        KubernetesAccess(here.server.url, namespace=each, token="suite-token")
+        for each in (namespace, lease_namespace)
+    )
+    return Operator(
+        access,
+        rng=random.Random(2),
+        identity="second",
+        lease_access=leases,
+        lease_s=1,
+        registry=registry,
+    ), access
+
+
 @given_by("site")
 async def test_operators_of_two_namespaces_both_act(here):
-    await here.until(lambda: is_holder(here, "first"))
-    access, leases = (
-        KubernetesAccess(here.server.url, namespace=namespace, token="suite-token")
-        for namespace in ("second", "penstock-operator")
-    )
-    operator = Operator(
-        access, rng=random.Random(2), identity="of the second", lease_access=leases, lease_s=5
-    )
+    await leads(here, "first")
+    operator, access = another_operator(here, namespace="second", lease_namespace="penstock-operator")
     running = here.group.create_task(operator.run())
     async with KubernetesClient(access, timeout_s=10) as second:
-        graph = {"model": "demo", "roles": {"aggregated": {}}}
-        await second.create(
-            GRAPHS,
-            {"apiVersion": GRAPHS.api_version, "kind": GRAPHS.kind, "metadata": {"name": "chat"}, "spec": {"graph": graph}},
-        )  # fmt: skip
-        await here.apply()
-        await here.serves()
+        spec = {"graph": {"model": "demo", "roles": {"aggregated": {}}}}
+        body = {"apiVersion": GRAPHS.api_version, "kind": GRAPHS.kind, "metadata": {"name": "chat"}}
+        await second.create(GRAPHS, body | {"spec": spec})
+        await here.up()
         await here.until(lambda: second.find(DEPLOYMENTS, "chat-frontend"))
     running.cancel()
 
 
 @given_by("site", operator=False)
 async def test_operators_of_two_namespaces_never_act_on_one(here):
-    first = here.start_operator("first", lease_s=4)
-    await here.apply()
-    await here.serves()
-    leases = KubernetesAccess(here.server.url, namespace="others", token="suite-token")
-    access = KubernetesAccess(here.server.url, namespace="default", token="suite-token")
+    first = here.start_operator("first", lease_s=1)
+    await here.up()
     registry = CollectorRegistry()
-    second = Operator(
-        access,
-        rng=random.Random(2),
-        identity="second",
-        lease_access=leases,
-        lease_s=2,
-        registry=registry,
-    )
+    second, _ = another_operator(here, namespace="default", lease_namespace="others", registry=registry)
+
+    def is_in_conflict():
+        return registry.get_sample_value("penstock_operator_conflict") == 1.0
+
     with capture_logs() as logs:
         running = here.group.create_task(second.run())
-        await here.until(lambda: registry.get_sample_value("penstock_operator_conflict") == 1.0)
-        await asyncio.sleep(6)  # longer than the claim lasts
-        assert registry.get_sample_value("penstock_operator_conflict") == 1.0, "the first one renews it"
+        await here.until(is_in_conflict)
+        await asyncio.sleep(2)  # longer than the claim lasts
+        assert is_in_conflict(), "the first one renews it"
         assert registry.get_sample_value("penstock_operator_leader") == 0.0
         assert not second.is_ready()
     said = [line for line in logs if line["event"] == "namespace_operated_by_another"]
     assert {(line["operator_of"], line["own_namespace"]) for line in said} == {
         ("penstock-operator", "others")
     }
-    await here.apply(block_size=32)
-    await here.serves()
     first.cancel()
     await here.until(lambda: registry.get_sample_value("penstock_operator_leader") == 1.0)
-    assert registry.get_sample_value("penstock_operator_conflict") == 0.0
-    await here.apply(block_size=16)
-    await here.serves()
+    assert not is_in_conflict()
+    await here.up(block_size=16)
     running.cancel()
-
-
-@given_by("site")
-async def test_an_operator_without_the_lead_counts_no_graphs(here):
-    def graphs():
-        return here.registry.get_sample_value("penstock_operator_graphs")
-
-    await here.apply()
-    await here.serves()
-    assert graphs() == 1.0
-    await here.leases.patch(
-        LEASES, LEASE, {"spec": {"holderIdentity": "other", "leaseDurationSeconds": 3600}}
-    )
-    await here.until(lambda: graphs() == 0.0)

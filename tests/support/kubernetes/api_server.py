@@ -76,6 +76,11 @@ class ApiServer:
         return token
 
     @property
+    def open_requests(self) -> int:
+        """Requests that are being answered, watches among them."""
+        return len(self._handlers)
+
+    @property
     def url(self) -> str:
         return f"{'https' if self._tls else 'http'}://{self.host}:{self.port}"
 
@@ -142,25 +147,26 @@ class ApiServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
             await self._unpaused()
-            if self.faults.slow_s:
-                await asyncio.sleep(self.faults.rng.uniform(0, self.faults.slow_s))
+            faults = self.faults if self.faults.token in {"", token_in(request)} else Faults()
+            if faults.slow_s:
+                await asyncio.sleep(faults.rng.uniform(0, faults.slow_s))
             self._authenticate(request)
-            if self.faults.hits(self.faults.too_many):
+            if faults.hits(faults.too_many):
                 refused = Refused(429, "TooManyRequests", "too many requests, please try again later")
-                headers = {"Retry-After": str(self.faults.retry_after_s)}
+                headers = {"Retry-After": str(faults.retry_after_s)}
                 return web.json_response(refused.status(), status=429, headers=headers)
-            if self.faults.hits(self.faults.unavailable):
+            if faults.hits(faults.unavailable):
                 away = Refused(
                     503, "ServiceUnavailable", "the server is currently unable to handle the request"
                 )
                 return web.json_response(away.status(), status=away.code)
-            fails = self.faults.hits(self.faults.error)
-            if fails and self.faults.rng.random() < 0.5:
+            fails = faults.hits(faults.error)
+            if fails and faults.rng.random() < 0.5:
                 return failed()
             response = await self._route(request)
             if fails and not response.prepared:
                 return failed()  # what was asked is done
-            if not response.prepared and self.faults.hits(self.faults.drop) and request.transport is not None:
+            if not response.prepared and faults.hits(faults.drop) and request.transport is not None:
                 request.transport.abort()
         except Refused as refused:
             return web.json_response(refused.status(), status=refused.code)

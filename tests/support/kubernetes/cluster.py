@@ -155,7 +155,7 @@ class Cluster:
                 "reason": "Unschedulable",
                 "message": _UNSCHEDULABLE,
             }
-            self._set_status(name, phase="Pending", conditions=[condition])
+            self.set_status(name, phase="Pending", conditions=[condition])
             return
         conditions = [
             {"type": "PodScheduled", "status": "True"},
@@ -170,9 +170,10 @@ class Cluster:
             ended = {"exitCode": 137, "reason": "OOMKilled"}
             container |= {"restartCount": 6, "lastState": {"terminated": ended}}
         if not (trouble is None and is_ready(pod)):
-            self._set_status(name, phase="Running", conditions=conditions, containerStatuses=[container])
+            self.set_status(name, phase="Running", conditions=conditions, containerStatuses=[container])
 
-    def _set_status(self, name: str, **fields: Any) -> None:
+    def set_status(self, name: str, **fields: Any) -> None:
+        """Set these fields of a pod's status."""
         self.store.change(
             self.kind("pods"),
             (self.namespace, name),

@@ -9,6 +9,8 @@ class Faults:
     """What goes wrong, each with its share of requests or, for `drop_watch`, of watch events."""
 
     rng: random.Random = field(default_factory=lambda: random.Random(1))
+    token: str = ""
+    """Whose requests meet them; empty: everybody's."""
     error: float = 0.0
     """Answers 500, before or after the request has had its effect."""
     too_many: float = 0.0
