@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -16,6 +17,7 @@ from typing import Any, Self
 from penstock.transfer.tls import TlsConfig
 
 _START_TIMEOUT_S = 30.0
+_ROOT = Path(__file__).parents[2]
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -98,13 +100,17 @@ class RegistryServer:
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGCONT)
 
+    def close(self) -> None:
+        """Kill it, and delete its files."""
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.start)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.close()
 
 
 class Nats(RegistryServer):
@@ -149,3 +155,27 @@ class Etcd(RegistryServer):
         with urllib.request.urlopen(request, timeout=30) as answer:
             content: dict[str, Any] = json.load(answer)
             return content
+
+
+class ApiServer(RegistryServer):
+    """The tests' API server of Kubernetes, in a process of its own; its data ends with it."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def command(self, folder: Path) -> list[str]:
+        program = (sys.executable, "-m", "tests.support.registry_client", "serve")
+        return ["env", f"PYTHONPATH={_ROOT}", *program, self._kind, self.url]
+
+    _kind = "kubernetes"
+
+
+class Hub(ApiServer):
+    """The hub of a supervisor; its data ends with it."""
+
+    _kind = "local"
+
+    @property
+    def url(self) -> str:
+        return f"tcp://{self.host}:{self.port}"

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,37 +9,13 @@ import pytest
 
 from tests.support.cable import bad_cable
 from tests.support.host import Host
-from tests.support.registries import Etcd, Nats, RegistryServer, free_port
+from tests.support.registries import ApiServer, Etcd, Hub, Nats, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "namespaces", "etcd", "nats-server")]
 ROOT = Path(__file__).parents[3]
 PROGRAM = (sys.executable, "-m", "tests.support.registry_client")
 EVENTS = (sys.executable, "-m", "tests.support.kv_event_peer")
 STAYS, DIES, COMES = 1, 2, 3
-NOTICED_S = 60.0
-"""Far above the 8 s of keepalive, for machines that are busy otherwise; without keepalive it takes 5 to 10 minutes, or for ever."""
-
-
-class ApiServer(RegistryServer):
-    """The tests' API server of Kubernetes, in a process of its own."""
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
-
-    def command(self, folder: Path) -> list[str]:
-        return ["env", f"PYTHONPATH={ROOT}", *PROGRAM, "serve", "kubernetes", self.url]
-
-
-class Hub(ApiServer):
-    """The hub of a supervisor."""
-
-    @property
-    def url(self) -> str:
-        return f"tcp://{self.host}:{self.port}"
-
-    def command(self, folder: Path) -> list[str]:
-        return ["env", f"PYTHONPATH={ROOT}", *PROGRAM, "serve", "local", self.url]
 
 
 REGISTRIES = {"kubernetes": ApiServer, "etcd": Etcd, "nats": Nats, "local": Hub}
@@ -49,13 +24,19 @@ WATCHES = {"kubernetes": "watch=1", "etcd": "/v3/watch", "nats": "", "local": ""
 
 
 @pytest.mark.parametrize("fault", ["forgotten", "cut"])
-@pytest.mark.parametrize("discovery", REGISTRIES)
+@pytest.mark.parametrize(
+    "discovery",
+    ["etcd", *(pytest.param(name, marks=pytest.mark.nightly) for name in REGISTRIES if name != "etcd")],
+)
 def test_a_watch_over_a_connection_that_is_lost_without_a_word_misses_nobody(tmp_path, discovery, fault):
-    """`forgotten`: a NAT loses the entry of the watch alone. `cut`: nothing is carried until a watch on the other side has seen what changed."""
+    """Keepalive finds it within 8 s; without, it takes 5 to 10 minutes or for ever, longer than a host waits for a line.
+
+    `forgotten`: a NAT loses the entry of the watch alone. `cut`: nothing is carried until a watch on the other side has seen what changed.
+    """
     with bad_cable() as laid, ExitStack() as stack:
         server = REGISTRIES[discovery](host=laid.addresses[1], prefix=("ip", "netns", "exec", laid.names[1]))
         server.start()
-        stack.callback(server.kill)
+        stack.callback(server.close)
 
         def client(place: int, name: str, *words: str):
             host = Host(laid.names[place], tmp_path / name, stack)
@@ -79,15 +60,12 @@ def test_a_watch_over_a_connection_that_is_lost_without_a_word_misses_nobody(tmp
             laid.carry(loss=1.0)
         else:
             laid.carry(forget=WATCHES[discovery])
-        begun_s = time.monotonic()
         member(COMES)
         doomed.kill()
         sees(near, STAYS, COMES)
         if fault == "cut":
             laid.carry()
         sees(far, STAYS, COMES)
-        print(f"{discovery}, {fault}: seen {time.monotonic() - begun_s:.1f} s after the connection was lost")
-        assert time.monotonic() - begun_s < NOTICED_S
 
 
 def test_kv_events_go_on_after_a_connection_that_is_lost_without_a_word(tmp_path):

@@ -3,29 +3,16 @@
 import re
 import signal
 import threading
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.helpers.planned import FAST
-from tests.support.cable import cable
-from tests.support.host import Host, text_of, until
+from tests.e2e.hosts.conftest import FIRST
+from tests.support.host import text_of, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "curl", "namespaces")]
-GRAPH = Path(__file__).parents[3] / "examples" / "two_hosts.yaml"
 STREAM_TOKENS = 60
 AT_ONCE = 8
-
-
-@pytest.fixture
-def hosts(tmp_path):
-    with cable() as laid, ExitStack() as stack:
-        pair = [
-            Host(name, tmp_path / f"host-{letter}", stack)
-            for name, letter in zip(laid.names, "ab", strict=True)
-        ]
-        yield laid, *pair
 
 
 class Streams:
@@ -64,84 +51,45 @@ class Streams:
             self.count += 1
 
 
-def test_load_starts_workers_on_the_other_host_and_its_end_takes_them_away_also_after_a_kill(hosts):
-    laid, first, second = hosts
-    hub = f"tcp://{laid.addresses[0]}:7400"
+def test_load_starts_workers_on_the_other_host_and_its_end_takes_them_away_also_after_a_kill(pair):
+    """At first there is no worker: the planner starts one."""
     settings = FAST | {
-        "roles.aggregated.engine": "mock",
         "roles.aggregated.max_running_requests": 2,
         "planner.max_workers": 4,
-        "planner.address": f"tcp://{laid.addresses[0]}:7410",
+        "planner.address": f"tcp://{pair.laid.addresses[0]}:7410",
         "slo.ttft_s": 0.2,
         "slo.itl_s": 0.1,
         "request_plane.heartbeat_interval_s": 0.5,
         "request_plane.heartbeat_timeout_s": 2,
         "worker.drain_timeout_s": 10,
     }
-
-    def flags(room):
-        given = settings | {"roles.aggregated.replicas_max": room}
-        return [flag for name, value in given.items() for flag in ("--set", f"{name}={value}")]
-
-    first.up(
-        str(GRAPH), "--set", f"runtime.hub={hub}", *flags(1), "--run", "frontend,planner,aggregated",
+    room = {"roles.aggregated.replicas_max": 3}
+    pair.start_first(
+        settings | {"roles.aggregated.replicas_max": 1}, "--run", "frontend,planner,aggregated=0", ready="^planner +starting"
     )  # fmt: skip
-    first.wait(r"^penstock +ready")
-
-    def start_second():
-        process = second.up(str(GRAPH), "--join", hub, "--run", "aggregated=0", *flags(3))
-        second.wait(r"^penstock +ready +no frontend here")
-        return process
-
-    there = start_second()
-    url = f"http://{laid.addresses[0]}:8000"
-
-    def workers():
-        found = first.get(f"{url}/admin/workers")["workers"]
-        return {each["name"] for each in found if each["condition"] == "ready"}
-
-    until(lambda: workers() == {"worker-1@host-a"})
+    pair.first.wait(r"^penstock +ready")
+    there = pair.start_second(settings | room, "aggregated=0")
+    pair.until_ready(FIRST)
     on_b = {f"worker-{number}@host-b" for number in (1, 2, 3)}
-    with Streams(first, url) as load:
-        until(lambda: workers() == {"worker-1@host-a", *on_b})
+    with Streams(pair.first, pair.url) as load:
+        pair.until_ready(FIRST, *on_b)
         there.send_signal(signal.SIGKILL)
         there.wait(timeout=60)
-        until(lambda: workers() == {"worker-1@host-a"})
+        pair.until_ready(FIRST)
         load.more(AT_ONCE)
-        there = start_second()
-        assert any("3 aggregated: set by planner before the restart" in line for line in second.lines)
-        until(lambda: workers() == {"worker-1@host-a", *on_b})
+        there = pair.start_second(settings | room, "aggregated=0")
+        assert any("3 aggregated: set by planner before the restart" in line for line in pair.second.lines)
+        pair.until_ready(FIRST, *on_b)
         load.more(AT_ONCE)
-    one = first.stream(url, 600)
-    until(lambda: len(workers()) == 1)
+    one = pair.first.stream(pair.url, 600)
+    until(lambda: [each["condition"] for each in pair.workers().values()].count("ready") == 1)
     assert text_of(one)[1] == 600
     assert there.poll() is None
-    (log,) = first.folder.rglob("planner.jsonl")
+    (log,) = pair.first.folder.rglob("planner.jsonl")
     retired = {
         name for found in re.findall(r'"retires":\[(.*?)\]', log.read_text()) for name in found.split('"')
     }
     assert len(retired & on_b) >= 2, "the last three of four; one of host a's may be among them"
-    until(lambda: 'penstock_planner_workers{role="aggregated"} 1.0' in first.text(f"{url}/metrics"))
-    assert 'penstock_planner_rounds_total{outcome="failed"}' not in first.text(f"{url}/metrics")
-
-
-def test_a_deployment_without_workers_is_started_by_its_planner(hosts):
-    laid, first, second = hosts
-    hub = f"tcp://{laid.addresses[0]}:7400"
-    settings = FAST | {
-        "roles.aggregated.engine": "mock", "planner.min_workers": 2, "planner.max_workers": 4,
-        "planner.address": f"tcp://{laid.addresses[0]}:7410", "roles.aggregated.replicas_max": 1,
-    }  # fmt: skip
-    flags = [flag for name, value in settings.items() for flag in ("--set", f"{name}={value}")]
-    first.up(str(GRAPH), "--set", f"runtime.hub={hub}", *flags, "--run", "frontend,planner,aggregated=0")
-    first.wait(r"^planner +starting")
-    second.up(str(GRAPH), "--join", hub, "--run", "aggregated=0", *flags)
-    second.wait(r"^penstock +ready +no frontend here")
-    first.wait(r"^penstock +ready")
-    url = f"http://{laid.addresses[0]}:8000"
-
-    def workers():
-        found = first.get(f"{url}/admin/workers")["workers"]
-        return {each["name"] for each in found if each["condition"] == "ready"}
-
-    until(lambda: workers() == {"worker-1@host-a", "worker-1@host-b"})
+    metrics = f"{pair.url}/metrics"
+    until(lambda: 'penstock_planner_workers{role="aggregated"} 1.0' in pair.first.text(metrics))
+    assert 'penstock_planner_rounds_total{outcome="failed"}' not in pair.first.text(metrics)

@@ -163,7 +163,7 @@ class Nodes:
         if not pod["spec"]["automountServiceAccountToken"]:
             return {}
         token = self._server.token_of(pod["metadata"]["namespace"], pod["spec"]["serviceAccountName"])
-        return {"KUBECONFIG": str(write_config(self._server, folder / "config", token=token))}
+        return {"KUBECONFIG": str(write_config(self._server.url, folder / "config", token=token))}
 
     def _place(self, pod: Object) -> str | None:
         """Choose the free node with the fewest pods; None, with a condition, where there is none."""

@@ -48,15 +48,15 @@ class ApiServerThread:
     def write_config(self, path: Path) -> Path:
         """Write a kubeconfig for it."""
         (token, *_) = self.server.tokens
-        return write_config(self.server, path, token=token)
+        return write_config(self.server.url, path, token=token)
 
 
-def write_config(server: ApiServer, path: Path, *, token: str) -> Path:
+def write_config(url: str, path: Path, *, token: str = "suite-token") -> Path:
     """Write a kubeconfig for an API server."""
     config = {
         "current-context": "suite",
         "contexts": [{"name": "suite", "context": {"cluster": "suite", "user": "suite"}}],
-        "clusters": [{"name": "suite", "cluster": {"server": server.url}}],
+        "clusters": [{"name": "suite", "cluster": {"server": url}}],
         "users": [{"name": "suite", "user": {"token": token}}],
     }
     path.write_text(json.dumps(config))
