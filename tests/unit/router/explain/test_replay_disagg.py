@@ -67,7 +67,7 @@ def lines(decision_lines):
 
 
 @pytest.mark.parametrize(
-    "policy", [POLICIES[0], *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES[1:])]
+    "policy", [POLICIES[0], *(pytest.param(policy, marks=pytest.mark.nightly) for policy in POLICIES[1:])]
 )
 def test_both_workers_of_a_request_are_chosen_again(policy, lines):
     replayed = list(Replay().run(lines(policy)))
