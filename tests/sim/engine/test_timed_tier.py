@@ -12,7 +12,6 @@ from penstock.perf.roofline.factors import Factors
 from penstock.perf.roofline.roofline import Roofline
 from penstock.sim.engine.timed_tier import LowerTier, TimedTier
 from penstock.sim.engine.timing import Pace
-from tests.support.virtual_time import virtual
 
 RATES = {Tier.HOST: 10e9, Tier.DISK: 5e9, Tier.OBJECT: 1e9}
 MODEL = Roofline(
@@ -40,7 +39,7 @@ def filled(pace, *prefixes):
     return tier
 
 
-@virtual
+@pytest.mark.virtual
 async def test_loads_end_one_after_another_with_all_blocks():
     loop, ended = asyncio.get_running_loop(), []
     tier = filled(Pace(), (1, 2), (3,))
@@ -54,7 +53,7 @@ async def test_loads_end_one_after_another_with_all_blocks():
     assert tier.pool.num_active == 0
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_cancelled_load_ends_at_once_without_blocks_and_its_link_stays_busy():
     ended = []
     tier = filled(Pace(), (1, 2))
@@ -68,7 +67,7 @@ async def test_a_cancelled_load_ends_at_once_without_blocks_and_its_link_stays_b
     assert tier.pool.num_active == 0
 
 
-@virtual
+@pytest.mark.virtual
 async def test_nothing_arrives_on_a_stopped_host_and_all_when_it_goes_on():
     ended, pace = [], Pace()
     tier = filled(pace, (1,), (2,))
@@ -82,7 +81,7 @@ async def test_nothing_arrives_on_a_stopped_host_and_all_when_it_goes_on():
     assert ended == [("cancelled", 0), 1]
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_slow_host_loads_as_much_slower():
     pace = Pace()
     tier = filled(pace, (1,))
@@ -90,7 +89,7 @@ async def test_a_slow_host_loads_as_much_slower():
     assert tier.load_s(1) == pytest.approx(3 * seconds(1))
 
 
-@virtual
+@pytest.mark.virtual
 async def test_the_blocks_unused_for_longest_make_room_and_a_load_keeps_its_own():
     tier = tier_of(Pace(), num_blocks=3)
     tier.offload(hashes(1, 2), range(2), None)
@@ -105,7 +104,7 @@ async def test_the_blocks_unused_for_longest_make_room_and_a_load_keeps_its_own(
 
 
 @pytest.mark.parametrize(("eviction", "kept"), [("lru", 0), ("lfu", 2)])
-@virtual
+@pytest.mark.virtual
 async def test_loads_are_uses_for_the_tiers_policy(eviction, kept):
     tier = TimedTier(LowerTier(Tier.HOST, 6, eviction=eviction), MODEL, block_size=16, pace=Pace())
     tier.offload(hashes(1, 2), range(2), None)

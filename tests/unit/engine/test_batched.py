@@ -13,7 +13,6 @@ from penstock.engine.runner import RunnerInfo, ThreadedRunner
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.sequences import Sampled
 from penstock.testing.engines.probe import EngineProbe, make_request
-from tests.support.run_by import in_loop
 
 SHAPE = RunnerInfo(num_blocks=32, block_size=4, context_length=64, vocab_size=50)
 
@@ -52,7 +51,6 @@ def engine(runner, **config):
     return BatchedEngine(ThreadedRunner(runner), SchedulerConfig(**config))
 
 
-@in_loop
 async def test_a_failed_step_ends_its_requests_and_the_engine_goes_on():
     runner = Counting()
     async with EngineProbe(engine(runner)) as probe:
@@ -70,7 +68,6 @@ async def test_a_failed_step_ends_its_requests_and_the_engine_goes_on():
         probe.engine.scheduler.check()
 
 
-@in_loop
 async def test_a_request_that_fails_again_and_again_does_not_end_the_engine():
     runner = Counting()
     async with EngineProbe(engine(runner, failed_steps_max=2)) as probe:
@@ -84,7 +81,6 @@ async def test_a_request_that_fails_again_and_again_does_not_end_the_engine():
             await probe.run(make_request("b", [1, 2, 3]))
 
 
-@in_loop
 async def test_the_first_step_of_each_request_is_announced_before_it_runs():
     runner = Counting()
     told = []
@@ -99,7 +95,6 @@ async def test_the_first_step_of_each_request_is_announced_before_it_runs():
     assert [runner.steps[before] for *_, before in told] == [1, 2, 2]
 
 
-@in_loop
 async def test_the_loop_runs_while_a_step_computes_and_close_waits_for_it():
     runner = Counting()
     runner.gate = threading.Event()
@@ -144,7 +139,6 @@ class Compiling:
         self.compiled.add(request.sampling.structured)
 
 
-@in_loop
 async def test_constrained_requests_are_prepared_beside_the_batch():
     preparer = Compiling()
     preparing = BatchedEngine(
@@ -176,7 +170,6 @@ async def test_constrained_requests_are_prepared_beside_the_batch():
         assert preparing.load().waiting_requests == 0
 
 
-@in_loop
 async def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):
     monkeypatch.setattr(preparations, "TIMEOUT_S", 0.0)
     preparer = Compiling()

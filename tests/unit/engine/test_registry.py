@@ -10,12 +10,10 @@ from penstock.engine import registry
 from penstock.engine.registry import create_engine, engine_names
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.spec import EngineSpec
-from tests.support.run_by import in_loop
 
 SPEC = EngineSpec(model="/nowhere", block_size=16, context_length=1000)
 
 
-@in_loop
 async def test_a_mock_engine_takes_the_models_shape():
     scheduler, other = SchedulerConfig(max_batch_tokens=99), SchedulerConfig(max_batch_tokens=300)
     spec = EngineSpec(

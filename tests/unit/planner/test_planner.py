@@ -18,7 +18,6 @@ from penstock.planner.explain.record import DecisionRecord
 from penstock.planner.explain.replay import Replay
 from penstock.planner.policy import Policy
 from tests.support.planner_world import SLO, World
-from tests.support.virtual_time import virtual
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
 
@@ -31,7 +30,7 @@ async def running(world):
         task.cancel()
 
 
-@virtual
+@pytest.mark.virtual
 async def test_workers_follow_a_step_of_load_up_and_down():
     world = World({A: 1}, max_workers=16)
     async with running(world):
@@ -48,7 +47,7 @@ async def test_workers_follow_a_step_of_load_up_and_down():
         assert await world.counts() == {A: world.needed(5.0)}
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_queue_adds_workers_within_seconds():
     world = World({A: 1}, start_s=60, floor_period_s=60)
     async with running(world):
@@ -62,7 +61,7 @@ async def test_a_queue_adds_workers_within_seconds():
         assert "3000 queued" in world.records[-1].explain()
 
 
-@virtual
+@pytest.mark.virtual
 async def test_roles_are_exchanged_before_workers_start():
     world = World({P: 1, D: 5}, cool_down_s=3600)
     world.rate_per_s = 40.0
@@ -75,7 +74,7 @@ async def test_roles_are_exchanged_before_workers_start():
         assert sum((await world.counts()).values()) == 6
 
 
-@virtual
+@pytest.mark.virtual
 async def test_an_slo_error_of_warm_workers_adds_and_one_of_cold_workers_waits():
     world = World({A: 2}, cold_s=30)
     world.rate_per_s, world.ttft_s = 10.0, 0.9
@@ -90,7 +89,7 @@ async def test_an_slo_error_of_warm_workers_adds_and_one_of_cold_workers_waits()
 
 
 @pytest.mark.parametrize("replicas", [{A: 3}, {A: 1, P: 1, D: 0}])
-@virtual
+@pytest.mark.virtual
 async def test_without_frontends_nothing_changes(replicas):
     world = World(replicas, min_workers=1, cool_down_s=0)
     world.frontends = ()
@@ -100,7 +99,7 @@ async def test_without_frontends_nothing_changes(replicas):
         assert "nothing is known of the demand" in world.records[-1].explain()
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_dry_run_decides_and_changes_nothing():
     world = World({A: 1}, act={"dry_run": True})
     world.rate_per_s = 60.0
@@ -112,7 +111,7 @@ async def test_a_dry_run_decides_and_changes_nothing():
 
 
 @pytest.mark.parametrize("error", [Unavailable("no supervisor answers"), ZeroDivisionError("a mistake")])
-@virtual
+@pytest.mark.virtual
 async def test_a_round_that_fails_is_tried_again(error):
     world = World({A: 1})
     answers = world.connector.scale
@@ -129,7 +128,7 @@ async def test_a_round_that_fails_is_tried_again(error):
 
 
 @pytest.mark.slow
-@virtual
+@pytest.mark.virtual
 async def test_an_slo_out_of_reach_now_and_then_is_said_once_until_it_was_in_reach_for_a_cool_down():
     world = World({A: 1}, max_workers=2, cool_down_s=600, floor_period_s=10)
     world.rate_per_s = 1.0
@@ -151,7 +150,7 @@ def _slo_events(said):
     return [entry["event"] for entry in said if entry["event"].startswith("slo_")]
 
 
-@virtual
+@pytest.mark.virtual
 async def test_demand_is_forecast_in_intervals_of_two_reactions():
     """A planner that looks every half second follows a step down within seconds, one that looks every 5 s not."""
     for react_period_s, is_fast in ((0.5, True), (5.0, False)):
@@ -167,7 +166,7 @@ async def test_demand_is_forecast_in_intervals_of_two_reactions():
             assert ((await world.counts())[A] == 1) is is_fast
 
 
-@virtual
+@pytest.mark.virtual
 async def test_room_bounds_both_roles_together():
     world = World({P: 1, D: 1}, workers_max=6, max_workers=16)
     world.rate_per_s = 200.0
@@ -179,7 +178,7 @@ async def test_room_bounds_both_roles_together():
         assert "GPUs, there are 6" in world.records[-1].explain()
 
 
-@virtual
+@pytest.mark.virtual
 async def test_aggregated_workers_become_disaggregated_ones_where_these_are_clearly_fewer_and_back():
     # At 10 ms of ITL, 18 aggregated workers do as much as 5 prefill and 6 decode workers: long steps with prompts hurt.
     world = World({A: 20, P: 0, D: 0}, cool_down_s=60, max_workers=32, slo=Slo(ttft_s=0.5, itl_s=0.010))
@@ -225,7 +224,7 @@ def test_settings_that_make_no_sense_are_refused(settings, text):
         PlannerConfig.parse(settings, source="graph.yaml")
 
 
-@virtual
+@pytest.mark.virtual
 async def test_workers_stay_after_an_interval_that_was_not_seen_whole():
     """A supervisor that stood still hears afterwards of what arrived meanwhile; requests arrive as before."""
 
@@ -261,7 +260,7 @@ class Eager(Policy):
         return Damped({A: 1}) if self.rounds > 20 else super().damp(*of, **given)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_scale_in_is_rehearsed_and_refused_if_the_rest_would_miss_the_slo():
     async def last_of(rehearse_s):
         world = World({A: 6}, policy=Eager, rehearse_s=rehearse_s)
@@ -291,7 +290,7 @@ async def test_a_scale_in_is_rehearsed_and_refused_if_the_rest_would_miss_the_sl
     ("replicas", "started"),
     [({A: 0}, {A: 2}), ({P: 1, D: 0}, {P: 2, D: 2}), ({A: 0, P: 0, D: 1}, {A: 0, P: 2, D: 2})],
 )
-@virtual
+@pytest.mark.virtual
 async def test_where_no_worker_could_answer_the_fewest_start_so_that_frontends_become_ready(
     replicas, started
 ):

@@ -19,7 +19,6 @@ from penstock.profiling.sweep import combine, measure, outliers
 from penstock.profiling.targets.engine_target import EngineTarget
 from penstock.profiling.targets.target import Description
 from penstock.sim.loop.loop import run_virtual
-from tests.support.virtual_time import virtual
 
 SHAPE = RunnerInfo(num_blocks=4096, block_size=16, context_length=4096, vocab_size=2000)
 TIMING = MockConfig(
@@ -139,7 +138,7 @@ def test_a_small_cache_costs_time_and_no_truth() -> None:
     assert LinearPrior.fit(profile).decode == pytest.approx((0.02, 3e-4, 1e-7), rel=0.05)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_requests_leave_nothing_behind() -> None:
     target, engine = target_of(MockRunner(SHAPE, TIMING))
     async with target:
@@ -150,7 +149,7 @@ async def test_requests_leave_nothing_behind() -> None:
         assert (load.running_requests, load.waiting_requests, load.active_blocks) == (0, 0, 0)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_an_engine_that_fails_names_the_cell() -> None:
     runner = Runner(SHAPE, TIMING)
     target, _ = target_of(runner)

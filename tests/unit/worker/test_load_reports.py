@@ -2,14 +2,15 @@
 
 import asyncio
 
+import pytest
+
 from penstock.core.types.events import Tier
 from penstock.core.types.load import KvTierCounts, WorkerLoad
 from penstock.worker.config import WorkerConfig
 from penstock.worker.reports import LoadReports
-from tests.support.run_by import in_virtual_time
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_an_idle_worker_tells_what_was_copied_to_a_tier_since():
     load, sent = WorkerLoad(running_requests=1), []
     reports = LoadReports(WorkerConfig(), lambda: load, sent.append)

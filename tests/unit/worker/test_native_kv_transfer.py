@@ -9,7 +9,7 @@ from tests.support.cluster import MemoryCluster, memory_transport
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
 from tests.support.kv_transfer_scene import ALWAYS
 from tests.support.native_engine import NativeEngine
-from tests.support.run_by import run_by
+from tests.support.scenes import run_by
 
 
 def run(scene, *, decode=None, early=False):

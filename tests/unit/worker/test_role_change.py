@@ -9,7 +9,7 @@ from penstock.core.types.instances import InstanceState, Role
 from penstock.engine.scheduling.config import SchedulerConfig
 from tests.support import kv_transfer_scene
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
-from tests.support.run_by import run_by
+from tests.support.scenes import run_by
 
 
 def run_scenario(scene, names=("p0", "d0"), *, engine=tiny_engine, **options):

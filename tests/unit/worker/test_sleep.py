@@ -11,7 +11,7 @@ from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import tiny_engine, tiny_request, whole_answer
 from tests.support.manual_engine import ManualEngine
-from tests.support.run_by import in_virtual_time, run_by
+from tests.support.scenes import run_by
 
 
 def run_scenario(scene, names=("a0", "a1"), *, engine=tiny_engine, **options):
@@ -83,7 +83,7 @@ async def test_refusals(cluster, dispatcher, *, ask, status, why):
     await dispatcher.wake_up("a1")
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_an_engine_that_cannot_sleep_is_not_drained():
     async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
         await cluster.start("a0", ManualEngine())
@@ -114,7 +114,7 @@ class Fragile(ManualEngine):
             raise self.error
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_an_engine_that_fails_to_sleep_serves_and_one_that_fails_to_wake_sleeps():
     async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
         engine = Fragile()

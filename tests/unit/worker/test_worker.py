@@ -10,7 +10,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types.events import BlockStored, EventBatch, EventSnapshot
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_hashes, pack_tokens
-from tests.support.run_by import run_by
+from tests.support.scenes import run_by
 from tests.support.worker_stage import Stage, make_request, run_scenario, settle
 
 

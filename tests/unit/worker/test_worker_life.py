@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 from penstock.core.errors import ConfigError, EngineError
 from penstock.core.types.instances import EngineInfo, InstancePut, InstanceState, WatchSynced
 from penstock.core.types.requests import FinishReason
-from tests.support.run_by import in_virtual_time, run_by
+from tests.support.scenes import run_by
 from tests.support.worker_stage import Stage, make_request, run_scenario, settle
 
 
@@ -102,7 +102,7 @@ async def test_a_dead_engine_ends_the_worker_with_an_error(stage: Stage, *, prob
         (ConfigError("no weights"), "no weights"),
     ],
 )
-@in_virtual_time
+@pytest.mark.virtual
 async def test_an_engine_that_cannot_start_or_starts_as_none_can_is_a_config_error(info, message):
     stage = Stage()
     if isinstance(info, ConfigError):
@@ -115,7 +115,7 @@ async def test_an_engine_that_cannot_start_or_starts_as_none_can_is_a_config_err
     assert stage.state() is None
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_the_smaller_context_is_the_one_announced():
     stage = Stage()
     stage.engine.info = EngineInfo(4, 9, 36, 9, 9)

@@ -9,7 +9,7 @@ from penstock.core.types.events import BlockStored, EventMessage
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason
 from penstock.core.wire import pack_hashes
-from tests.support.run_by import run_by
+from tests.support.scenes import run_by
 from tests.support.worker_stage import Sink, Stage, make_request, run_scenario, settle
 
 

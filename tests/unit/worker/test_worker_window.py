@@ -8,10 +8,9 @@ import pytest
 from penstock.core.types.instances import Role
 from penstock.sim.chaos.trial import _request, small_spec
 from penstock.sim.world.cluster import SimCluster
-from tests.support.run_by import in_virtual_time
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_window_tells_the_longest_wait_for_a_first_token():
     async with SimCluster(small_spec(), random.Random(1)) as cluster:
         worker = await cluster.start("worker-1", Role.AGGREGATED)

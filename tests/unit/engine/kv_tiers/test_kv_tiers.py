@@ -15,7 +15,6 @@ from penstock.kv.host import memory
 from penstock.testing.engines.probe import EngineProbe, make_request
 from penstock.testing.loop import run_async
 from tests.support.held_tier import HeldTier
-from tests.support.run_by import in_loop
 
 SIZE = 4
 
@@ -52,7 +51,6 @@ async def idle(probe):
     await until(lambda: not probe.engine.kv.holders())
 
 
-@in_loop
 async def test_what_left_the_device_is_loaded_from_the_host():
     async with EngineProbe(engine()) as probe:
         first = await answered(probe, "first", prompt(0))
@@ -78,7 +76,6 @@ async def test_what_left_the_device_is_loaded_from_the_host():
         probe.engine.scheduler.check()
 
 
-@in_loop
 async def test_the_break_even_of_each_tier_is_said_before_the_first_request(tmp_path, capsys):
     config = KvConfig.parse({"host": "4x", "disk": f"{tmp_path}/kv:4x"}, source="t")
     async with EngineProbe(engine(blocks=32, make_tiers=tier_maker(config))) as probe:
@@ -96,7 +93,6 @@ async def test_the_break_even_of_each_tier_is_said_before_the_first_request(tmp_
         assert answer.cached_tokens == 0, "a probe leaves nothing behind"
 
 
-@in_loop
 async def test_events_name_the_tier_before_the_device_gives_the_block_up():
     async with EngineProbe(engine()) as probe:
         await answered(probe, "first", prompt(0))
@@ -107,7 +103,6 @@ async def test_events_name_the_tier_before_the_device_gives_the_block_up():
         assert probe.info.lower_tier_blocks == 64 * 16
 
 
-@in_loop
 async def test_few_device_blocks_are_pinned_for_offloads_and_the_others_follow():
     tier = HeldTier()
     async with EngineProbe(held(tier, blocks=32)) as probe:
@@ -122,7 +117,6 @@ async def test_few_device_blocks_are_pinned_for_offloads_and_the_others_follow()
         assert probe.engine.kv.counts[0].dropped_blocks == 0
 
 
-@in_loop
 async def test_blocks_evicted_before_they_were_copied_are_shed():
     tier = HeldTier()
     async with EngineProbe(held(tier, blocks=32)) as probe:
@@ -134,7 +128,6 @@ async def test_blocks_evicted_before_they_were_copied_are_shed():
         assert (counts.offloaded_blocks, counts.dropped_blocks) == (4, 3)
 
 
-@in_loop
 async def test_a_cleared_cache_is_cleared_in_every_tier():
     async with EngineProbe(engine()) as probe:
         await answered(probe, "first", prompt(0))
@@ -166,7 +159,6 @@ def test_sizes_that_no_tier_can_have_are_refused(text, why):
         TierSize.parse(text).blocks(100, 1024)
 
 
-@in_loop
 async def test_a_tier_larger_than_the_hosts_memory_is_refused_before_it_takes_any(monkeypatch):
     monkeypatch.setattr(memory, "free_memory_bytes", lambda: 1 << 29)
     probe = engine(blocks=2_000, host="9000x")

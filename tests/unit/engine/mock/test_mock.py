@@ -12,7 +12,6 @@ from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.sequences import SequenceTable, StepPlan
 from penstock.testing.engines.probe import EngineProbe, make_request
-from tests.support.run_by import in_loop, in_virtual_time
 
 SHAPE = RunnerInfo(num_blocks=256, block_size=4, context_length=512, vocab_size=1000, eos_token_ids=(2, 3))
 TIMING = StepTiming(
@@ -30,7 +29,7 @@ async def answers(*requests, config=None):
 
 
 @pytest.mark.parametrize("speedup", [1.0, 4.0])
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_step_takes_what_the_formula_says(speedup):
     now_s = asyncio.get_running_loop().time
     engine = mock_engine(
@@ -47,7 +46,6 @@ async def test_a_step_takes_what_the_formula_says(speedup):
         assert times[1:] == pytest.approx([0.012 + 0.0001 * context for context in range(40, 44)])
 
 
-@in_loop
 async def test_an_answer_ends_by_itself_at_a_length_its_prompt_decides():
     sampling = SamplingParams(max_tokens=400, temperature=0.0)
     config = MockConfig(speedup=1e6, answer_tokens=20)
@@ -92,7 +90,6 @@ def test_kv_of_another_prefix_is_noticed():
         kv.compute(plan(2, 0), table)
 
 
-@in_loop
 async def test_settings_that_cannot_work():
     for change, text in (
         ({"kv_bytes_per_block": 20}, "kv_bytes_per_block: must be 0 or >= 32"),
@@ -103,7 +100,6 @@ async def test_settings_that_cannot_work():
             await mock_engine(RunnerInfo(**values)).start()
 
 
-@in_loop
 async def test_end_tokens_past_the_vocabulary_are_left_out_with_a_warning():
     shape = RunnerInfo(
         num_blocks=8, block_size=4, context_length=32, vocab_size=10, eos_token_ids=(10, -1, 6)

@@ -20,7 +20,6 @@ from penstock.testing.engines.probe import EngineProbe, make_request
 from penstock.testing.loop import run_async
 from tests.fakes import sglang as fake
 from tests.fakes.scheduler import installed
-from tests.support.run_by import in_loop
 
 
 @pytest.fixture
@@ -201,7 +200,6 @@ async def prefilled_handle(source: EngineProbe, request) -> KvHandle:
             return delta.kv
 
 
-@in_loop
 async def test_kv_goes_from_a_prefill_to_a_decode_engine_which_refuses_prompts_without_it(sglang) -> None:
     async with disaggregated() as (source, target), EngineProbe(SglangEngine(spec())) as alone:
         assert isinstance(source.engine, NativeKvTransfer)
@@ -223,7 +221,6 @@ async def test_kv_goes_from_a_prefill_to_a_decode_engine_which_refuses_prompts_w
         assert source.engine.load().prefilled_tokens == 40
 
 
-@in_loop
 async def test_a_request_goes_to_its_rank_and_one_without_to_the_emptiest(sglang) -> None:
     async with EngineProbe(SglangEngine(spec(data_parallel=2, kv_blocks=80))) as probe:
         info = probe.info

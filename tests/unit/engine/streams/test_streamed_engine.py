@@ -11,7 +11,6 @@ from penstock.core.wire import pack_hashes
 from penstock.engine.streams.backend import Output, Serving
 from penstock.engine.streams.engine import StreamedEngine
 from penstock.testing.engines.probe import EngineProbe, make_request
-from tests.support.run_by import in_loop
 
 STORED = BlockStored(block_hashes=pack_hashes([1, 2]), parent_block_hash=None, block_size=4)
 END = Output(token_ids=[9], finish_reason=FinishReason.LENGTH)
@@ -55,7 +54,6 @@ class ScriptedBackend:
     async def close(self) -> None: ...
 
 
-@in_loop
 async def test_a_stream_that_fails_ends_its_own_request_alone_and_lost_events_clear_what_routers_know() -> (
     None
 ):
@@ -74,7 +72,6 @@ async def test_a_stream_that_fails_ends_its_own_request_alone_and_lost_events_cl
         assert probe.engine.load().cached_blocks == 0
 
 
-@in_loop
 async def test_an_engine_that_dies_ends_the_steps() -> None:
     backend = ScriptedBackend(a=[None])
     async with EngineProbe(StreamedEngine(backend, max_waiting_requests=10)) as probe:

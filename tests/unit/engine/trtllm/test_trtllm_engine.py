@@ -18,7 +18,6 @@ from penstock.testing.engines.probe import EngineProbe, make_request
 from penstock.testing.loop import run_async
 from tests.fakes import tensorrt_llm as fake
 from tests.fakes.scheduler import installed
-from tests.support.run_by import in_loop
 
 
 @pytest.fixture
@@ -142,7 +141,6 @@ async def prefilled_handle(source: EngineProbe, request) -> KvHandle:
             return delta.kv
 
 
-@in_loop
 async def test_kv_goes_from_a_prefill_to_a_decode_engine(trtllm) -> None:
     async with disaggregated() as (source, target), EngineProbe(adapter.TrtllmEngine(spec())) as alone:
         assert isinstance(source.engine, NativeKvTransfer)
@@ -161,7 +159,6 @@ async def test_kv_goes_from_a_prefill_to_a_decode_engine(trtllm) -> None:
         assert source.engine.load().prefilled_tokens == 40
 
 
-@in_loop
 async def test_a_request_goes_to_its_rank(trtllm) -> None:
     with installed("tensorrt_llm.scheduling_params", fake, "1.1.0"):
         async with EngineProbe(adapter.TrtllmEngine(spec(data_parallel=2, kv_blocks=80))) as probe:

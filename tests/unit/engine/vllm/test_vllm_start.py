@@ -20,7 +20,6 @@ from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm import engine as engine_module
 from penstock.engine.vllm.engine import VllmEngine
 from penstock.engine.vllm.tiers.stats import pack_stats
-from tests.support.run_by import in_virtual_time
 
 KEY = bytes(range(16))
 STORED = BlockStored(block_hashes=pack_hashes([7]), parent_block_hash=None, block_size=32, tier=Tier.HOST)
@@ -84,7 +83,7 @@ async def started(
     return engine, await engine.start(), asyncio.get_running_loop().time() - before_s
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_start_ends_when_the_tiers_are_known_and_their_blocks_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,7 +98,7 @@ async def test_a_start_ends_when_the_tiers_are_known_and_their_blocks_are_told(
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-@in_virtual_time
+@pytest.mark.virtual
 async def test_one_rank_tells_of_shared_blocks_and_the_others_are_woken_to_hear_of_them(
     monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:

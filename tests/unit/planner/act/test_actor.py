@@ -12,12 +12,11 @@ from penstock.core.types.scaling import ReplicaState
 from penstock.planner.act.actor import Actor, ActorConfig
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.act.worker_changes import TimedChanges
-from tests.support.virtual_time import virtual
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
 
 
-@virtual
+@pytest.mark.virtual
 async def test_another_worker_ends_where_one_may_not():
     class Adapted(MemoryConnector):
         async def retire(self, names, **values):
@@ -39,7 +38,7 @@ async def counts(connector):
     return {limit.role: len(scale.of(limit.role)) for limit in scale.limits}
 
 
-@virtual
+@pytest.mark.virtual
 async def test_targets_are_reached():
     connector = MemoryConnector({P: 1, D: 3})
     actor = Actor(connector)
@@ -52,7 +51,7 @@ async def test_targets_are_reached():
     assert await counts(connector) == {P: 1, D: 1}
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_persons_change_is_kept_for_a_while():
     connector = MemoryConnector({A: 2})
     actor = Actor(connector, config=ActorConfig(hold_s=100))
@@ -69,7 +68,7 @@ async def test_a_persons_change_is_kept_for_a_while():
     assert await counts(connector) == {A: 3}
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_change_while_the_actor_acts_stops_it():
     class Meddled(MemoryConnector):
         async def flip(self, name, role, **values):
@@ -84,7 +83,7 @@ async def test_a_change_while_the_actor_acts_stops_it():
     assert (await actor.carry_out({P: 4, D: 1})).held.startswith("somebody has set 2 prefill, 3 decode")
 
 
-@virtual
+@pytest.mark.virtual
 async def test_two_actors_do_not_fight():
     connector = MemoryConnector({A: 2})
     first, second = (Actor(connector, by=name, config=ActorConfig(hold_s=1000)) for name in ("one", "two"))
@@ -113,7 +112,7 @@ async def starts_of(actor, seconds, target):
     return added, waits
 
 
-@virtual
+@pytest.mark.virtual
 async def test_starts_that_keep_failing_are_tried_later_each_time():
     connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=1e9))
     config = ActorConfig(start_deadline_s=60, start_deadline_factor=0, start_wait_s_max=480)
@@ -127,7 +126,7 @@ async def test_starts_that_keep_failing_are_tried_later_each_time():
     assert await counts(connector) in ({A: 1}, {A: 3}), "what did not start is gone"
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_silent_worker_is_replaced_after_the_deadline_and_one_that_speaks_again_stays():
     connector = MemoryConnector({A: 2})
     actor = Actor(connector, config=ActorConfig(start_deadline_s=60))
@@ -144,7 +143,7 @@ async def test_a_silent_worker_is_replaced_after_the_deadline_and_one_that_speak
     assert (outcome.plan.adds, outcome.plan.retires) == ({A: 1}, ("aggregated-2",))
 
 
-@virtual
+@pytest.mark.virtual
 async def test_the_deadline_follows_measured_starts():
     connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=500))
     actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=2))
@@ -155,7 +154,7 @@ async def test_the_deadline_follows_measured_starts():
     assert all(r.state is ReplicaState.READY for r in (await connector.scale()).replicas)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_role_that_somebody_else_scales_is_left_alone():
     class Owned(MemoryConnector):
         async def scale(self, after=None):
@@ -173,7 +172,7 @@ async def test_a_role_that_somebody_else_scales_is_left_alone():
     assert not (await Actor(connector).carry_out({P: 1, D: 2})).refused
 
 
-@virtual
+@pytest.mark.virtual
 async def test_while_a_deployment_is_held_workers_are_added_and_none_leaves_or_flips():
     class Held(MemoryConnector):
         async def scale(self, after=None):
@@ -196,7 +195,7 @@ class Rigid(MemoryConnector):
         raise RequestError("transfers no KV", http_status=409)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_where_flips_fail_workers_are_started_instead():
     connector = Rigid({P: 1, D: 2})
     actor = Actor(connector)
@@ -210,7 +209,7 @@ async def test_where_flips_fail_workers_are_started_instead():
 
 
 @pytest.mark.parametrize(("begins", "seconds"), [(False, 30), (True, 600)])
-@virtual
+@pytest.mark.virtual
 async def test_a_refused_flip_is_tried_again_soon_and_one_that_failed_once_begun_later(begins, seconds):
     connector = Rigid({P: 1, D: 2})
     connector.begins = begins
@@ -222,7 +221,7 @@ async def test_a_refused_flip_is_tried_again_soon_and_one_that_failed_once_begun
     assert actor.rigid == ()
 
 
-@virtual
+@pytest.mark.virtual
 async def test_workers_that_serve_stay_while_others_wait_to_start():
     """From aggregated to disaggregated, whose workers never start."""
     connector = Rigid({A: 2, P: 0, D: 0}, changes=TimedChanges(starts_s=1e9))

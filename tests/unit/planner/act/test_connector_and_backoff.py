@@ -10,7 +10,6 @@ from penstock.core.types.scaling import ReplicaState
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.act.start_backoff import StartBackoff
 from penstock.planner.act.worker_changes import TimedChanges
-from tests.support.virtual_time import virtual
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -22,7 +21,7 @@ class Refusing(TimedChanges):
         asyncio.get_running_loop().call_later(1.0, done, RequestError(f"{name}: no", http_status=409))
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_flip_that_a_worker_refuses_leaves_its_role():
     connector = MemoryConnector({P: 1, D: 2}, changes=Refusing())
     with pytest.raises(RequestError, match="decode-1: no"):
@@ -32,7 +31,7 @@ async def test_a_flip_that_a_worker_refuses_leaves_its_role():
     assert (await connector.scale()).revision == 1, "it was accepted"
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_worker_that_drains_while_it_flips_is_gone_and_its_caller_hears_of_it():
     connector = MemoryConnector({P: 1, D: 2}, changes=TimedChanges(drains_s=5.0, flips_s=1.0))
     flip = asyncio.get_running_loop().create_task(connector.flip("decode-1", P, by="me"))

@@ -18,7 +18,6 @@ from penstock.planner.observe.stream import ObservationStream
 from penstock.router.metrics import RouterMetrics
 from penstock.runtime.observations.windows import Digest, RequestWindow, WorkerWindow, bucket_of
 from penstock.testing.loop import run_async
-from tests.support.virtual_time import virtual
 
 
 def tokens(count, each):
@@ -33,7 +32,7 @@ def worker(role=Role.DECODE, **fields):
     return WorkerWindow(seconds=1.0, role=role, total_blocks=10, **fields)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_frontends_add_up():
     stream = ObservationStream()
     for _ in range(4):
@@ -50,7 +49,7 @@ async def test_frontends_add_up():
     assert stream.observe(1.5).demand.input_tokens.count == 8
 
 
-@virtual
+@pytest.mark.virtual
 async def test_workers_are_seen_in_their_present_role():
     stream = ObservationStream()
     stream.put("decode-1", worker(Role.PREFILL, prefilled_tokens=500))
@@ -63,7 +62,7 @@ async def test_workers_are_seen_in_their_present_role():
     assert seen.of(Role.PREFILL) == ()
 
 
-@virtual
+@pytest.mark.virtual
 async def test_silent_sources_leave_the_observation():
     stream = ObservationStream(kept_s=60, silent_after_s=5)
     stream.put("decode-1", worker())
@@ -87,7 +86,7 @@ async def test_silent_sources_leave_the_observation():
     assert stream.observe(10.0).workers == ()
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_process_that_is_ready_and_never_heard_is_silent():
     stream = ObservationStream(silent_after_s=5)
     stream.put("decode-1", worker())
@@ -107,7 +106,7 @@ async def test_a_process_that_is_ready_and_never_heard_is_silent():
     assert stream.observe(10.0).silent == ("decode-1", "decode-2", "decode-3")
 
 
-@virtual
+@pytest.mark.virtual
 async def test_windows_that_arrive_at_once_after_a_pause_are_of_the_whole_pause():
     stream = ObservationStream()
     await asyncio.sleep(30)

@@ -15,7 +15,6 @@ from penstock.worker.kv_transfer.peer_source import PeerSource
 from penstock.worker.kv_transfer.reads import KvReads
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import PRICES, SlowTransport, tiny_engine, tiny_request, whole_answer
-from tests.support.run_by import in_virtual_time
 
 BYTES_PER_S = 1e5
 """As the topology has it: the 64 bytes of a block take less than a tenth of what computing its 4 tokens does."""
@@ -23,7 +22,7 @@ LENGTH = 50
 
 
 @pytest.mark.parametrize(("bytes_per_s", "ends_remote"), [(BYTES_PER_S, True), (BYTES_PER_S / 20, False)])
-@in_virtual_time
+@pytest.mark.virtual
 async def test_a_link_that_is_slower_than_was_said_keeps_prompts_where_they_are_answered(
     bytes_per_s, ends_remote
 ):

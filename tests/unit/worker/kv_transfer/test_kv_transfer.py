@@ -17,7 +17,7 @@ from tests.support.kv_transfer import connect_late
 from tests.support.kv_transfer import tiny_engine as engine
 from tests.support.kv_transfer import tiny_request as request
 from tests.support.kv_transfer import whole_answer as answer
-from tests.support.run_by import run_by
+from tests.support.scenes import run_by
 from tests.support.worker_stage import Sink
 
 

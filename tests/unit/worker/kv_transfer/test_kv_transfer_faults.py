@@ -20,7 +20,7 @@ from tests.support.kv_transfer import (
     tiny_request,
     whole_answer,
 )
-from tests.support.run_by import run_by
+from tests.support.scenes import run_by
 
 BLOCKS = 12  # of a prompt of 50 tokens
 

@@ -20,7 +20,6 @@ from tests.support.kv_transfer import (
     tiny_request,
     whole_answer,
 )
-from tests.support.run_by import in_virtual_time
 
 ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
 MODEL = KvLayout(
@@ -72,7 +71,7 @@ def block(engine, hashes):
         (layout(LATENT, tp=2), layout(LATENT, pp=2)),
     ],
 )
-@in_virtual_time
+@pytest.mark.virtual
 async def test_an_answer_is_exact_whatever_the_layouts(source, target):
     asked = [tiny_request("a", 50), tiny_request("b", 70, seed=3), tiny_request("c", 60)]
     async with MemoryCluster() as cluster, cluster.dispatcher(ALWAYS) as dispatcher:

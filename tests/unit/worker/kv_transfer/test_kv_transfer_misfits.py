@@ -23,7 +23,7 @@ from tests.support.kv_transfer import (
     whole_answer,
 )
 from tests.support.manual_engine import ManualEngine
-from tests.support.run_by import in_virtual_time, run_by
+from tests.support.scenes import run_by
 
 ALWAYS = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=1))
 MODEL = KvLayout(
@@ -168,7 +168,7 @@ async def test_workers_of_another_revision_or_block_size_are_not_used_and_say_wh
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-@in_virtual_time
+@pytest.mark.virtual
 async def test_an_engine_that_gives_no_kv_is_refused_in_a_role_that_moves_it(role):
     async with MemoryCluster() as cluster:
         with pytest.raises(ConfigError, match=f"role {role}: the engine of w transfers no KV"):

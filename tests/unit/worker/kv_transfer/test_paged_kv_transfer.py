@@ -16,7 +16,6 @@ from penstock.router.config import DisaggConfig, RouterConfig
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.kv_transfer import PRICES, check_nothing_is_held, tiny_request
 from tests.support.kv_transfer_scene import ALWAYS
-from tests.support.run_by import in_loop
 
 torch = pytest.importorskip("torch")
 
@@ -133,7 +132,6 @@ async def one_by_one_and_together(checkpoint, blocks, **paged):
         *(pytest.param(family, True, marks=pytest.mark.nightly) for family in OTHER_FAMILIES),
     ],
 )
-@in_loop
 async def test_an_answer_is_that_of_one_worker(tmp_path, family, window_tables):
     checkpoint = make_checkpoint(tmp_path / family, family)
     whole = await one_by_one_and_together(checkpoint, {"a": PLENTY}, window_tables=window_tables)
@@ -153,7 +151,6 @@ async def test_an_answer_is_that_of_one_worker(tmp_path, family, window_tables):
         pytest.param(30, PLENTY, marks=pytest.mark.nightly),
     ],
 )
-@in_loop
 async def test_preempted_requests_answer_as_one_worker_with_plenty_of_room_does(checkpoint, prefill, decode):
     """All eight at once need 112 blocks where they are answered, and 58 where their prompts are computed."""
 
@@ -181,7 +178,6 @@ def kv_bytes(cluster, name, asked):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
-@in_loop
 async def test_in_16_bits_kv_is_equal_to_the_byte(checkpoint, dtype):
     """Kernels round by what else is in their step, so that tokens that are about as likely may change places."""
 
@@ -196,7 +192,6 @@ async def test_in_16_bits_kv_is_equal_to_the_byte(checkpoint, dtype):
 
 
 @pytest.mark.parametrize("names", [("a0", "a1", "a2"), ("p0", "d0", "d1")], ids=["aggregated", "apart"])
-@in_loop
 async def test_each_prompt_token_of_several_answers_is_computed_once(checkpoint, names):
     router = RouterConfig(policy="least-loaded", disagg=DisaggConfig(remote_tokens_min=16))
     sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)

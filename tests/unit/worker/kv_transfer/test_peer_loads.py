@@ -14,7 +14,7 @@ from penstock.worker.kv_transfer.exports import KvExports
 from penstock.worker.kv_transfer.pin_messages import PinAsk
 from tests.support.kv_transfer import SlowTransport, connect_late, tiny_engine, tiny_request, whole_answer
 from tests.support.kv_transfer_scene import run_scenario
-from tests.support.run_by import run_by
+from tests.support.scenes import run_by
 
 TOKEN_S = 1e-3
 BLOCK_BYTES = 64

@@ -12,7 +12,7 @@ from penstock.core.wire import pack_hashes, unpack_tokens
 from penstock.worker.kv_transfer import peer_source
 from penstock.worker.kv_transfer.reader import Reader
 from tests.support.kv_transfer import BLOCK_SIZE, tiny_request, whole_answer
-from tests.support.run_by import run_by
+from tests.support.scenes import run_by
 from tests.unit.worker.kv_transfer.test_peer_loads import (
     BLOCK_BYTES,
     FULL_BLOCKS,

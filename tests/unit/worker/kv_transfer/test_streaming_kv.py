@@ -25,7 +25,7 @@ from tests.support.kv_transfer import (
     whole_answer,
 )
 from tests.support.kv_transfer_scene import ALWAYS
-from tests.support.run_by import run_by
+from tests.support.scenes import run_by
 
 CHUNK = 16
 STEP_S = 0.01 + CHUNK * 1e-3

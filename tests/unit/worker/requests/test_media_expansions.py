@@ -12,7 +12,7 @@ from penstock.sim.loop.loop import run_virtual
 from penstock.worker.requests.media import PROMPTS_MAX, MediaExpansions
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
-from tests.support.run_by import in_virtual_time, run_by
+from tests.support.scenes import run_by
 
 PROMPT = MediaPrompt(token_ids=pack_tokens([1, 2]), items=(MediaItem.of("image", b"file"),))
 EXPANDED = ExpandedPrompt(token_ids=pack_tokens([1, 9, 9, 2]), positions=(1,))
@@ -96,7 +96,7 @@ async def test_engines_without_media_refuse_them_by_name(dispatcher, cluster, ex
         await expand()
 
 
-@in_virtual_time
+@pytest.mark.virtual
 async def test_prompts_that_wait_are_bounded():
     engine, answers = SeeingEngine(), []
     engine.gate = asyncio.Event()

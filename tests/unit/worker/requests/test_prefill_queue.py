@@ -15,7 +15,7 @@ from tests.support.kv_transfer import (
     tiny_request,
     whole_answer,
 )
-from tests.support.run_by import run_by
+from tests.support.scenes import run_by
 
 WEAK = msgspec.structs.replace(PRICES, prefill_token_s=0.1)
 """What decode workers say whose prompts had better be computed elsewhere."""
