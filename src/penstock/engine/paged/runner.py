@@ -226,9 +226,11 @@ class PagedRunner:
 
 
 def _embedded(plan: StepPlan, table: SequenceTable, rows: NDArray[np.int64]) -> list[int]:
-    """List those of the sampled rows whose requests want an embedding: they end with their prompt, so none is a decode row."""
-    if plan.num_decode == len(plan.slots):
-        return []
-    prompts = np.flatnonzero(rows >= plan.num_decode).tolist()
-    requests = ((row, table.requests[plan.slots[rows[row]]]) for row in prompts)
+    """List those of the sampled rows whose requests want an embedding.
+
+    They end with their prompt. The row is a decode row if the last token of the prompt is a chunk of its own.
+    """
+    slots = plan.slots[rows]
+    prompts = np.flatnonzero(table.num_tokens[slots] == table.num_prompt[slots]).tolist()
+    requests = ((row, table.requests[slots[row]]) for row in prompts)
     return [row for row, request in requests if request is not None and request.embeds]

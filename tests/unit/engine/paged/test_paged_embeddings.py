@@ -4,6 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.unit.engine.paged.conftest import make_request
+
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.engine
@@ -47,3 +49,12 @@ def test_they_equal_those_of_transformers(engine, reference, checkpoint, archite
         for name in (f"e{index}", f"xe{index}"):
             found = np.frombuffer(made.embeddings[name], "<f4")
             np.testing.assert_allclose(found, state, rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_token_of_a_prompt_may_be_a_chunk_of_its_own(engine):
+    prompt, found = list(range(20, 69)), []
+    for max_batch_tokens in (48, 64):
+        made = engine(max_batch_tokens=max_batch_tokens)
+        made.run(msgspec.structs.replace(make_request("e", prompt, 1), embeds=True))
+        found.append(np.frombuffer(made.embeddings["e"], "<f4"))
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
