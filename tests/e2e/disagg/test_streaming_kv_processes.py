@@ -99,5 +99,6 @@ def test_what_is_held_for_a_frontend_that_was_killed_is_free_long_before_its_tim
         roles={"prefill": mock, "decode": mock},
         router=ALWAYS,
         worker={"kv_transfer": {"stream_kv": True, "pin_ttl_s": 300}},
-        timeout_s=120,
+        supervision={"spare_processes": 0, "liveness_timeout_s": 300},
+        timeout_s=240,
     )

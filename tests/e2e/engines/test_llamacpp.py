@@ -72,8 +72,11 @@ def test_greedy_text_is_the_models_also_when_its_server_is_killed(deploy, gguf):
             answer = await site.client.completions.create(**asked, extra_body={"ignore_eos": True})
             assert answer.choices[0].text == expected
             assert answer.usage.completion_tokens == COUNT
-            again = await site.client.completions.create(**asked, extra_body={"ignore_eos": True})
-            assert again.usage.prompt_tokens_details.cached_tokens > 0, "llama.cpp says what it had cached"
+            cached = []
+            for _ in servers:  # the first of them may have gone to the other server
+                again = await site.client.completions.create(**asked, extra_body={"ignore_eos": True})
+                cached.append(again.usage.prompt_tokens_details.cached_tokens)
+            assert max(cached) > 0, "llama.cpp says what it had cached"
 
             told = (
                 (await site.client.completions.create(**asked | {"max_tokens": 4}, logprobs=2))

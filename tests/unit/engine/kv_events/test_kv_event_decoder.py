@@ -263,6 +263,15 @@ def test_what_is_too_long_is_refused_before_it_is_decoded(
     assert gc.get_stats()[0]["collections"] - before < 10
 
 
+def test_a_large_message_comes_in_parts(harness: Harness) -> None:
+    events = [
+        stored(block_hashes=[number], token_ids=TOKENS[:SIZE], extra_keys=None) for number in range(600)
+    ]
+    parts = list(harness.decoder.decode(msgspec.msgpack.encode([1.5, events, 0])))
+    assert max(map(len, parts)) <= 256
+    assert sum(map(len, parts)) == 600
+
+
 def test_mutated_messages_raise_nothing_else(harness: Harness) -> None:
     rng = random.Random(11)
     seeds = [

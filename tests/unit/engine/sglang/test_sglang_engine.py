@@ -12,7 +12,7 @@ from penstock.core.errors import ConfigError, Overloaded
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle
 from penstock.engine.launch_host import SymbolicHost, ThisHost
-from penstock.engine.sglang.arguments import Arguments, engine_launch, make_arguments, server_arg_names
+from penstock.engine.sglang.arguments import Arguments, make_arguments, server_arg_names
 from penstock.engine.sglang.engine import SglangEngine
 from penstock.engine.spec import EngineSpec, NodeGroup
 from penstock.seams import NativeKvTransfer
@@ -124,45 +124,6 @@ def test_the_graph_reaches_the_server_arguments(sglang) -> None:
     assert server["disaggregation_mode"] == "null"
     copies = made(spec(tensor_parallel=4, data_parallel=2)).server
     assert (copies["tp_size"], copies["dp_size"]) == (4, 2)
-
-
-def test_nodes_reach_the_server_arguments_and_the_leader_publishes_events(sglang) -> None:
-    leader, follower = (
-        engine_launch(spec(tensor_parallel=16, nodes=nodes(rank), device="cuda:0"), SymbolicHost())
-        for rank in (0, 1)
-    )
-    different = {"node_rank": 1, "kv_events_config": None}
-    assert {name: follower.arguments.get(name) for name in different} == different
-    rest = {name: value for name, value in leader.arguments.items() if name not in different}
-    assert rest == {name: value for name, value in follower.arguments.items() if name not in different}
-    assert {name: rest[name] for name in ("tp_size", "nnodes", "dist_init_addr")} == {
-        "tp_size": 16, "nnodes": 2, "dist_init_addr": "10.0.0.1:4711",
-    }  # fmt: skip
-    assert (leader.arguments["node_rank"], leader.kv_events is None) == (0, False)
-    interface = {"GLOO_SOCKET_IFNAME": "<network interface of the node's address>"}
-    assert follower.environment == {"SGLANG_HOST_IP": "10.0.0.2"} | interface
-    own = SymbolicHost()
-    own.variables = {"SGLANG_HOST_IP": "192.168.0.2"}
-    assert engine_launch(spec(tensor_parallel=16, nodes=nodes(1)), own).environment == interface
-    far = made(spec(tensor_parallel=2, nodes=nodes(1, master_addr="fd00::1")))
-    assert far.server["dist_init_addr"] == "[fd00::1]:4711"
-    assert not engine_launch(spec(), SymbolicHost()).environment
-
-
-def test_a_start_has_the_arguments_of_the_description(sglang, monkeypatch) -> None:
-    given = {}
-    init = fake.Engine.__init__
-    monkeypatch.setattr(
-        fake.Engine, "__init__", lambda self, **kwargs: given.update(kwargs) or init(self, **kwargs)
-    )
-    of = spec(role=Role.PREFILL, max_batch_tokens=512, args={"device": "cpu", "attention_backend": "fa3"})
-    described = engine_launch(of, SymbolicHost()).arguments
-    start(of)
-    found = {"disaggregation_bootstrap_port", "kv_events_config"}
-    assert given.keys() == described.keys() >= found
-    assert {name for name in given if given[name] != described[name]} == found
-    assert described["disaggregation_bootstrap_port"] == "<bootstrap port>"
-    assert not Path(json.loads(given["kv_events_config"])["endpoint"].removeprefix("ipc://")).parent.exists()
 
 
 def test_kv_events_stay_on_this_machine() -> None:

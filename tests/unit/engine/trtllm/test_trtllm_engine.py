@@ -1,6 +1,5 @@
 """The TensorRT-LLM adapter over a fake of the package: start, refusals, disaggregation, aborts."""
 
-import dataclasses
 from contextlib import asynccontextmanager, nullcontext
 
 import pytest
@@ -9,10 +8,9 @@ from msgspec.structs import replace
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle
-from penstock.engine.launch_host import SymbolicHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.trtllm import engine as adapter
-from penstock.engine.trtllm.arguments import argument_names, engine_launch, make_arguments
+from penstock.engine.trtllm.arguments import argument_names, make_arguments
 from penstock.seams import KvBlocks, NativeKvTransfer
 from penstock.testing.engines.probe import EngineProbe, make_request
 from penstock.testing.loop import run_async
@@ -104,21 +102,6 @@ def test_the_graph_reaches_the_arguments(trtllm) -> None:
     assert arguments["disable_overlap_scheduler"] is True
     plain = make_arguments(spec(), argument_names(trtllm))
     assert not plain.keys() & {"cache_transceiver_config", "enable_attention_dp", "max_batch_size"}
-
-
-def test_a_start_has_the_arguments_of_the_description(trtllm, monkeypatch) -> None:
-    given = {}
-    init = fake.LLM.__init__
-    monkeypatch.setattr(
-        fake.LLM, "__init__", lambda self, **kwargs: given.update(kwargs) or init(self, **kwargs)
-    )
-    of = spec(
-        role=Role.PREFILL, max_batch_tokens=512, args={"kv_cache_config": {"free_gpu_memory_fraction": 0.7}}
-    )
-    described = engine_launch(dataclasses.replace(of, device="cuda:0"), SymbolicHost())
-    start(of)
-    assert given == described.arguments
-    assert engine_launch(spec(device="cuda:2"), SymbolicHost()).environment == {"CUDA_VISIBLE_DEVICES": "2"}
 
 
 @asynccontextmanager

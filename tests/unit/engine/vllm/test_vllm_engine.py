@@ -69,7 +69,7 @@ def request(request_id: str) -> Request:
 
 def run(scene: Coroutine[Any, Any, None]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await scene
 
     asyncio.run(limited())

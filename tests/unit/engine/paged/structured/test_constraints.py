@@ -114,6 +114,12 @@ def test_a_sequence_from_elsewhere_that_does_not_match_ends_with_an_error(engine
     assert manual.scheduler.load().running_requests == 0
 
 
+def test_a_complete_text_before_min_tokens_is_followed_by_nothing(engine, tokenizer):
+    tokens = engine().run(constrained("r", constraint("choice", ["ab"]), min_tokens=12))["r"]
+    assert len(tokens) >= 12
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == "ab"
+
+
 # --- other limits of what is sampled
 
 
