@@ -196,20 +196,3 @@ async def test_a_publisher_is_followed_after_a_server_that_is_none(tmp_path: Pat
     assert not following.done()
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
-
-
-async def test_publishers_that_end_with_messages_on_their_way_are_followed_again(tmp_path: Path) -> None:
-    address = PublisherAddress(endpoint=endpoints("tcp", tmp_path).endpoint)
-    held = Held(address)
-    following = asyncio.ensure_future(held.subscriber.run())
-    for _ in range(6):
-        held.blocks.clear()
-        async with publishing(address) as publisher:
-            while len(held.blocks) != 2:
-                await publisher.send({"type": "AllBlocksCleared"}, MAP | {"extra_keys": None})
-                await asyncio.sleep(0.02)
-            for _ in range(500):
-                await publisher.send(MAP | {"extra_keys": None})
-    assert not following.done()
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)

@@ -68,29 +68,14 @@ def flood(head: bytes, piece: bytes, connection: socket.socket, *, pause_s: floa
 STREAMS: dict[str, tuple[Answer, str]] = {
     "half an answer": (partial(say, HEAD + b"Content-Length: 99\r\n\r\ndata: {"), "closed within an answer"),
     "nothing": (partial(say, b""), "closed before an answer came"),
-    "endless headers": (
-        partial(flood, HEAD, b"X-A: " + b"y" * 999 + b"\r\n"),
-        "no HTTP answer: Too many headers",
-    ),
+    "endless headers": (partial(flood, HEAD, b"X-A: " + b"y" * 999 + b"\r\n"), "no HTTP answer: Too many headers"),
     "an endless header": (partial(flood, HEAD + b"X-A: ", b"y" * 65536), "no HTTP answer"),
-    "an endless line": (
-        partial(flood, CHUNKED, chunk(b"data:" + b"y" * 65536)),
-        "sent a line of more than 65536 bytes",
-    ),
+    "an endless line": (partial(flood, CHUNKED, chunk(b"data:" + b"y" * 65536)), "sent a line of more than 65536 bytes"),
     "endless comments": (partial(flood, CHUNKED, chunk(b": \n" * 20000)), "no answer within 0.5 s"),
-    "endless chunks of nothing": (
-        partial(flood, CHUNKED, chunk(b'data: {"choices":[]}\n\n' * 999)),
-        "no answer within 0.5 s",
-    ),
+    "endless chunks of nothing": (partial(flood, CHUNKED, chunk(b'data: {"choices":[]}\n\n' * 999)), "no answer within 0.5 s"),
     "an endless chunk header": (partial(flood, CHUNKED + b"1;", b"a" * 65536), "no answer within 0.5 s"),
-    "one byte at a time": (
-        partial(flood, HEAD + b"Content-Length: 9999\r\n\r\n", b"d", pause_s=0.05),
-        "no answer within 0.5 s",
-    ),
-    "a page": (
-        partial(say, whole(b"<html>Welcome</html>", "text/html")),
-        "no part of an answer: '<html>Welcome</html>'",
-    ),
+    "one byte at a time": (partial(flood, HEAD + b"Content-Length: 9999\r\n\r\n", b"d", pause_s=0.05), "no answer within 0.5 s"),
+    "a page": (partial(say, whole(b"<html>Welcome</html>", "text/html")), "no part of an answer: '<html>Welcome</html>'"),
     "a redirect": (
         partial(say, b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n"),
         "redirects to /elsewhere; redirects are not followed",
@@ -107,7 +92,7 @@ STREAMS: dict[str, tuple[Answer, str]] = {
         "the answer has more than 1048576 bytes",
     ),
     "deep JSON": (partial(say, whole(b"data: " + b"[" * 60_000 + b"\n\n")), "no part of an answer"),
-}
+}  # fmt: skip
 """What is answered to the trial request, and a part of the reason."""
 LISTS: dict[str, tuple[Answer, str]] = {
     "a page": (partial(say, whole(b"<html></html>", "text/html")), "no list of models"),
@@ -116,25 +101,13 @@ LISTS: dict[str, tuple[Answer, str]] = {
         "301: redirects to /v1/models",
     ),
     "half an answer": (partial(say, HEAD + b"Content-Length: 99\r\n\r\n{"), "closed within an answer"),
-    "another model": (
-        partial(say, whole(b'{"data":[{"id":"other"}]}')),
-        "serves 'other', expected 'penstock-demo'",
-    ),
-    "a million models": (
-        partial(say, whole(b'{"data":[' + b'{"id":"a"},' * 1_000_000 + b'{"id":"b"}]}')),
-        "the answer has more than 1048576 bytes",
-    ),
+    "another model": (partial(say, whole(b'{"data":[{"id":"other"}]}')), "serves 'other', expected 'penstock-demo'"),
+    "a million models": (partial(say, whole(b'{"data":[' + b'{"id":"a"},' * 1_000_000 + b'{"id":"b"}]}')), "the answer has more than 1048576 bytes"),
     "deep JSON": (partial(say, whole(b'{"data":[{"id":' + b"[" * 500_000)), "no list of models"),
-    "an endless list": (
-        partial(flood, CHUNKED, chunk(b" " * 65536)),
-        "the answer has more than 1048576 bytes",
-    ),
-    "one byte at a time": (
-        partial(flood, HEAD + b"Content-Length: 9999\r\n\r\n", b"{", pause_s=0.05),
-        "no answer within 0.5 s",
-    ),
+    "an endless list": (partial(flood, CHUNKED, chunk(b" " * 65536)), "the answer has more than 1048576 bytes"),
+    "one byte at a time": (partial(flood, HEAD + b"Content-Length: 9999\r\n\r\n", b"{", pause_s=0.05), "no answer within 0.5 s"),
     "a compressed bomb": (STREAMS["a compressed bomb"][0], "which was not asked for"),
-}
+}  # fmt: skip
 """What is answered to `/v1/models`."""
 
 

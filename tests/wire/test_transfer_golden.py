@@ -40,11 +40,7 @@ PLAIN = {
         certificate=b"f" * 32,
     ),
     "grant_request": GrantRequest(transport="shm", keys={TransferOp.READ: {5: b"k" * 8}}, payload=b"p"),
-    "grant": Grant(
-        payload=b"p",
-        has_descriptor=True,
-        error=ErrorInfo(code="transfer_refused", message="no", http_status=503),
-    ),
+    "grant": Grant(payload=b"p", has_descriptor=True, error=ErrorInfo(code="transfer_refused", message="no", http_status=503)),
     "mapped_arena": MappedArena(size_bytes=4096, writable=True, is_resident=True),
     "kv_layout": KvLayout(
         num_layers=2,
@@ -65,7 +61,7 @@ PLAIN = {
             ),
         ),
     ),
-}
+}  # fmt: skip
 BYTES = {name: encode(message) for name, message in PLAIN.items()}
 
 

@@ -3,11 +3,10 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from frontend_site import HI, IDS, TEXT, TOKENIZER, Answer, chat, http, serving
+from frontend_site import HI, IDS, TOKENIZER, Answer, chat, http, serving
 
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import pack_tokens
-from tests.support.dispatcher import speak
 
 
 async def test_a_session_is_taken_from_its_header() -> None:
@@ -71,24 +70,6 @@ async def test_tenant_and_priority_are_taken_from_their_headers_where_clients_ar
         assert opened == [("", 0)] * 4 + [("", -1)] * 2 + [("", 0)], "nobody gets ahead by asking for it"
 
 
-async def test_completions_of_many_prompts_and_choices() -> None:
-    async with serving() as site:
-        whole = await site.client.completions.create(model="tiny", prompt=["one", "two"], n=2, max_tokens=100)
-        assert [(choice.index, choice.text) for choice in whole.choices] == [(i, TEXT) for i in range(4)]
-        stream = await site.client.completions.create(
-            model="tiny", prompt=IDS, n=3, max_tokens=100, stream=True
-        )
-        texts, reasons, order = [""] * 3, [""] * 3, []
-        async for chunk in stream:
-            (choice,) = chunk.choices
-            texts[choice.index] += choice.text
-            reasons[choice.index] = choice.finish_reason or ""
-            order.append(choice.index)
-        assert texts == [TEXT] * 3
-        assert reasons == ["stop"] * 3
-        assert order[:6] != sorted(order[:6])  # interleaved
-
-
 @pytest.mark.parametrize("shown", [None, 1])
 async def test_the_most_likely_of_many_answers_are_given(shown: int | None) -> None:
     async def varied(request: Request) -> AsyncIterator[Delta]:
@@ -112,26 +93,6 @@ async def test_the_most_likely_of_many_answers_are_given(shown: int | None) -> N
         assert whole.usage.completion_tokens == 2 * (1 + 2 + 3 + 4)
         assert [choice.logprobs is not None for choice in whole.choices] == [shown is not None] * 4
         assert [request.sampling.logprobs for request in site.dispatcher.opened] == [shown or 0] * 8
-
-
-async def test_stop_strings_across_chunks_and_their_usage() -> None:
-    async with serving(speak(IDS * 50)) as site:
-        stream = await site.client.chat.completions.create(
-            model="tiny",
-            messages=HI,
-            stop=["n fox j", "never"],
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        chunks = [chunk async for chunk in stream]
-        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-        assert text == "the quick brow"
-        assert chunks[-2].choices[0].finish_reason == "stop"
-        usage = chunks[-1].usage
-        assert usage is not None
-        assert "n fox j" in TOKENIZER.decode(IDS[: usage.completion_tokens])
-        assert "n fox j" not in TOKENIZER.decode(IDS[: usage.completion_tokens - 1])
-        assert site.dispatcher.cancelled == 1
 
 
 async def test_a_request_reaches_the_dispatcher_as_it_was_meant() -> None:

@@ -76,12 +76,7 @@ def test_a_file_of_an_allowed_host_comes_whole() -> None:
     ("url", "config", "status", "says"),
     [
         ("http://127.0.0.1:{port}/good.png", {"hosts": ()}, 400, "does not fetch from '127.0.0.1:"),
-        (
-            "http://127.0.0.1:{port}/good.png",
-            {"hosts": ("127.0.0.1",)},
-            400,
-            "does not fetch from '127.0.0.1:",
-        ),
+        ("http://127.0.0.1:{port}/good.png", {"hosts": ("127.0.0.1",)}, 400, "does not fetch from '127.0.0.1:"),
         ("https://127.0.0.1/good.png", {}, 400, "does not fetch from '127.0.0.1';"),
         ("http://127.0.0.1:{port}/good.png", {"private_addresses": False}, 400, "no public address"),
         ("http://localhost:{port}/good.png", {"private_addresses": False}, 400, "no public address"),
@@ -95,7 +90,7 @@ def test_a_file_of_an_allowed_host_comes_whole() -> None:
         ("http://127.0.0.1:{port}/packed.png", {}, 400, "sent it compressed ('gzip')"),
         ("http://127.0.0.1:1/good.png", {}, 400, "could not be fetched: 127.0.0.1:1"),
     ],
-)
+)  # fmt: skip
 def test_anything_else_is_refused(url: str, config: dict[str, object], status: int, says: str) -> None:
     with pytest.raises(RequestError) as refused:
         fetch(url, **config)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import errno
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from penstock.frontend.batches import run as batch_run
 from penstock.frontend.batches import runner as batch_runner
 from penstock.frontend.batches import store as batch_store
 from penstock.frontend.batches.store import new_id
-from penstock.frontend.http.batches import routes as batch_routes
 from tests.support.dispatcher import Script, speak
 
 CHAT = "/v1/chat/completions"
@@ -327,37 +325,6 @@ async def test_a_tenants_large_batch_gives_way_to_tenants_that_wait(
         assert len(await read(flood, large.output_file_id)) == 100
         assert len(answered) == 101, "none was asked twice"
         assert answered.index("tenant-other") < 90
-
-
-async def test_a_clock_that_is_set_neither_expires_a_batch_nor_removes_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocked, step_s = asyncio.Event(), 0.0
-
-    def wall_time_s() -> float:
-        return time.time() + step_s
-
-    for module in (batch_run, batch_runner, batch_store, batch_routes):
-        monkeypatch.setattr(module, "wall_time_s", wall_time_s)
-    monkeypatch.setattr(batch_runner, "_CLEAN_S", 0.1)
-
-    async def script(request: Request) -> AsyncIterator[Delta]:
-        await blocked.wait()
-        async for delta in SAY(request):
-            yield delta
-
-    async with batching(tmp_path, script) as site:
-        kept = await site.client.files.create(file=("in.jsonl", jsonl([line("a")])), purpose="batch")
-        batch = await start(site.client, [line("a")], window="1h")
-        await site.until(lambda: site.dispatcher.open_streams > 0)
-        for days in (40, -40):
-            step_s = days * 86_400.0
-            await asyncio.sleep(3 * batch_runner._SCAN_S)  # several looks at what there is
-            assert (await site.client.batches.retrieve(batch.id)).status == "in_progress"
-            assert (await site.client.files.retrieve(kept.id)).id == kept.id
-            assert (await start(site.client, [line("b")], window="1h")).status == "validating"
-        blocked.set()
-        assert (await ended(site.client, batch.id)).status == "completed"
 
 
 async def test_a_batch_that_cannot_be_read_holds_up_no_other(tmp_path: Path) -> None:

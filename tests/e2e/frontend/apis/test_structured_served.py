@@ -1,4 +1,4 @@
-"""Structured output of paged workers through the openai client: valid whole, streamed, disaggregated, and after its worker is killed."""
+"""Structured output of paged workers through the openai client: valid whole, streamed, disaggregated, and after workers are killed."""
 
 import asyncio
 import json
@@ -6,6 +6,7 @@ import json
 import jsonschema
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from tests.support.tool_talk import FILES
 
@@ -64,7 +65,8 @@ async def until_alone(site, names):
 
     async def holds():
         workers = await site.workers()
-        found[:] = [name for name in names if (workers[name]["load"] or {}).get("running_requests")]
+        known = [name for name in names if name in workers]
+        found[:] = [name for name in known if (workers[name]["load"] or {}).get("running_requests")]
         return len(found) == 1
 
     await site.until(holds)
@@ -169,3 +171,87 @@ def test_required_and_named_calls_keep_to_their_schemas(deploy, tmp_path):
             valid(call.function.arguments, TOOLS[0]["function"]["parameters"])
 
     deploy(scenario, model=str(path), role={"engine": "paged"}, timeout_s=240)
+
+
+DAY_NUMBERS = {"type": "integer", "minimum": 0, "maximum": 999}
+DAYS_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"]},
+        "days": {"type": "array", "items": DAY_NUMBERS, "minItems": 12, "maxItems": 12},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+DAYS_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": DAYS_PARAMETERS}}
+    for name in ("weather", "time")
+]
+CALLS_MIN, CALLS_MAX = 3, 8
+SEEDS = 60
+"""The model is random: some seeds end the array after the first call, and some not within the tokens."""
+END_BIAS = -2.0
+"""Of the bracket that ends the array, so that most answers have several calls."""
+
+
+async def calls_of(site, model, seed, bias, *, at_chunk=None):
+    """Stream an answer; gives its calls as (id, name, arguments), and its finish reason. `at_chunk` is awaited with each chunk's number."""
+    chunks = await site.client.chat.completions.create(
+        model=model, messages=ASK, tools=DAYS_TOOLS, tool_choice="required", seed=seed, temperature=1.0, max_tokens=900, logit_bias=bias, stream=True
+    )  # fmt: skip
+    calls, reason, count = [], None, 0
+    async with chunks:
+        async for chunk in chunks:
+            (choice,) = chunk.choices
+            assert not choice.delta.content
+            for call in choice.delta.tool_calls or ():
+                if call.id:
+                    assert call.index == len(calls)
+                    calls.append([call.id, call.function.name, ""])
+                calls[call.index][2] += call.function.arguments or ""
+            reason = choice.finish_reason or reason
+            count += 1
+            if at_chunk is not None:
+                await at_chunk(count)
+    return calls, reason, count
+
+
+def test_parallel_calls_survive_two_killed_workers(deploy, tmp_path):
+    path = make_checkpoint(tmp_path / "tooled", "llama", max_position_embeddings=2048)
+    (path / "tokenizer_config.json").write_bytes(FILES["tokenizer_config.json"])
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    bias = {tokenizer.token_to_id("]"): END_BIAS}
+
+    async def scenario(site):
+        (model,) = (await site.client.models.list()).data
+        for seed in range(SEEDS):
+            whole, reason, count = await calls_of(site, model.id, seed, bias)
+            if reason == "tool_calls" and CALLS_MIN <= len(whole) <= CALLS_MAX:
+                break
+        else:
+            pytest.fail(f"no seed below {SEEDS} makes {CALLS_MIN} to {CALLS_MAX} calls")
+        left, killed = ["worker-1", "worker-2", "worker-3"], []
+
+        async def kill(number):
+            if number in (count // 4, count // 2):
+                name = await until_alone(site, left)
+                left.remove(name)
+                killed.append(name)
+                site.kill(name)
+
+        again, reason, _ = await calls_of(site, model.id, seed, bias, at_chunk=kill)
+        assert len(killed) == 2
+        assert reason == "tool_calls"
+        assert [call[1:] for call in again] == [call[1:] for call in whole]
+        assert len({call_id for call_id, _, _ in again}) == len(again)
+        for _, name, arguments in again:
+            assert name in {"weather", "time"}
+            jsonschema.validate(json.loads(arguments), DAYS_PARAMETERS)
+
+    deploy(
+        scenario,
+        model=str(path),
+        workers=3,
+        role={"engine": "paged", "weight_dtype": "float32"},
+        timeout_s=400,
+    )

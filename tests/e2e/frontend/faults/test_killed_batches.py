@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-LINES = 400
+LINES = 150
 SLOW = {"mock": {"timing": {"step_s": 0.02}}}
 
 pytestmark = pytest.mark.slow

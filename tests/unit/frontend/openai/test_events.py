@@ -100,13 +100,6 @@ def test_usage_is_named_in_every_chunk_and_given_in_the_last() -> None:
     }  # fmt: skip
 
 
-def test_each_chunk_may_have_the_usage_so_far() -> None:
-    encoder = EventStream(CHAT, TOKEN_BYTES, include_usage=True, usage_so_far=lambda: USAGE)
-    _, text = parse(encoder.event(TextEvent(0, "a")))
-    assert text["usage"]["completion_tokens"] == 4
-    assert text["choices"][0]["delta"] == {"content": "a"}
-
-
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_the_chunk_that_ends_a_choice_may_say_why(include_usage: bool) -> None:
     why = ({"request_id": "r"},)

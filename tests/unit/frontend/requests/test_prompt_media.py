@@ -133,18 +133,12 @@ def test_templates_of_strings_get_placeholders_before_the_text() -> None:
         ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "without base64 data"),
         (image(kind="text/html"), "must be of a type image/..., got 'text/html'"),
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "must be a data URL"),
-        (
-            {"type": "image_url", "image_url": "https://example.com/a.png"},
-            "does not fetch from 'example.com'",
-        ),
+        ({"type": "image_url", "image_url": "https://example.com/a.png"}, "does not fetch from 'example.com'"),
         ({"type": "image_url"}, "image_url: required, but missing"),
-        (
-            {"type": "video_url", "video_url": {"url": url_of(b"x", "video/mp4")}},
-            "takes text, audio, image where it runs, no video",
-        ),
+        ({"type": "video_url", "video_url": {"url": url_of(b"x", "video/mp4")}}, "takes text, audio, image where it runs, no video"),
         ({"type": "file", "file": {}}, "'file' is not supported"),
     ],
-)
+)  # fmt: skip
 def test_bad_parts_are_refused_by_their_place(part: dict[str, Any], says: str) -> None:
     error = scene().refusal(TEXT, part)
     assert error.http_status == 400

@@ -2,17 +2,15 @@
 
 import random
 
-import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.core.types.requests import Delta, FinishReason, PromptLogprobs, TokenLogprob
+from penstock.core.types.requests import Delta, FinishReason, TokenLogprob
 from penstock.core.wire import pack_tokens
 from penstock.frontend.parsing.families import format_of
 from penstock.frontend.parsing.parser import OutputParser, ParserPlan
-from penstock.frontend.requests.choice_text import ChoiceText, PromptedChoice
+from penstock.frontend.requests.choice_text import ChoiceText
 from penstock.frontend.text.detokenize import Detokenizer
-from penstock.frontend.text.prompt_part import PromptPart
 from tests.support.tokenizer import tiny_tokenizer_json
 
 TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
@@ -72,18 +70,3 @@ def test_they_do_not_depend_on_how_deltas_are_merged(rest: str, stops: tuple[str
             sizes.append(min(draws.randint(1, 12), len(ids) - sum(sizes)))
         assert told(merged(ids, sizes), stops) == one_by_one
     assert told(merged(ids, [len(ids)]), stops) == one_by_one
-
-
-def test_what_is_said_of_the_prompt_comes_with_a_merged_delta() -> None:
-    ids = TOKENIZER.encode(ANSWER).ids
-    choice = PromptedChoice(
-        0, DETOKENIZER, (), begins_text=True, parser=OutputParser(ParserPlan(format=FORMAT))
-    )
-    choice.say(PromptPart(pack_tokens(ids[:2]), DETOKENIZER, listed=0), drops_output=False)
-    told = PromptLogprobs(1, pack_tokens(ids[1:2]), b"\0\0\0\0", pack_tokens([1]))
-    (delta,) = merged(ids, [len(ids)])
-    event = choice.feed(msgspec.structs.replace(delta, logprobs=(), prompt_logprobs=(told,)))
-    assert event is not None
-    assert event.text == ANSWER
-    assert event.prompt is not None
-    assert event.prompt.logprobs == (told,)

@@ -29,14 +29,6 @@ LLAMA = decoders.Sequence(
 HELLO, SPACE, LO, E_ACUTE, BOS = 256, 257, 258, 259, 260
 
 
-def test_a_character_comes_out_whole() -> None:
-    tokenizer, detokenizer = byte_level()
-    token_ids = [tokenizer.token_to_id(token) for token in ("ð", "Ł", "İ", "¤")]  # the bytes of U+1F3A4
-    stream = detokenizer.stream()
-    assert [stream.feed([token_id]) for token_id in token_ids] == ["", "", "", "🎤"]
-    assert stream.finish() == ""
-
-
 def test_an_unfinished_character_ends_as_a_replacement() -> None:
     tokenizer, detokenizer = byte_level()
     stream = detokenizer.stream()
@@ -50,13 +42,6 @@ def test_special_and_unknown_tokens_are_no_text() -> None:
     assert stream.feed([0, tokenizer.token_to_id("a"), 1, 99_999]) == "a"
     assert detokenizer.token_bytes(0) == b"<|end|>"
     assert detokenizer.token_bytes(99_999) == b""
-
-
-def test_token_bytes_are_those_of_the_text() -> None:
-    tokenizer, detokenizer = byte_level()
-    text = "the quick 你好 🎉 é"
-    joined = b"".join(detokenizer.token_bytes(token_id) for token_id in tokenizer.encode(text).ids)
-    assert joined == text.encode()
 
 
 def test_a_run_of_bytes_is_held_until_it_ends() -> None:

@@ -41,35 +41,15 @@ def test_a_sound_deployment_has_no_alert():
     [
         ([], SEEN, "error", "no worker can answer"),
         ([SOUND, worker(name="w2", condition=Condition.LOST)], SEEN, "warning", "w2: its connection ended"),
-        (
-            [SOUND, worker(name="w2", condition=Condition.UNHEALTHY, problem="server away")],
-            SEEN,
-            "warning",
-            "w2: server away",
-        ),
+        ([SOUND, worker(name="w2", condition=Condition.UNHEALTHY, problem="server away")], SEEN, "warning", "w2: server away"),
         ([SOUND, worker(name="w2", condition=Condition.ASLEEP)], SEEN, "info", "it sleeps"),
         ([worker(kv_transfer_problem="no transport")], SEEN, "warning", "no KV transfer: no transport"),
         ([worker(load=tier(is_off=True))], SEEN, "warning", "KV tier disk is off"),
         ([worker(load=tier(corrupt_blocks=3))], SEEN, "warning", "3 blocks had other bytes"),
         ([SOUND], seen(silent=("worker-2",)), "error", "worker-2 has been silent"),
-        (
-            [SOUND],
-            seen(replicas=(Replica(name="w3", role=Role.DECODE, state=ReplicaState.FAILED, phase="killed"),)),
-            "error",
-            "w3 failed: killed",
-        ),
-        (
-            [SOUND],
-            seen(replicas=(Replica(name="w3", role=Role.DECODE, state=ReplicaState.STARTING),)),
-            "info",
-            "w3 starts: begins",
-        ),
-        (
-            [SOUND],
-            seen(ttft=LATE_FOR_SOME),
-            "warning",
-            "TTFT is past its target of 1000 ms for one request in ten",
-        ),
+        ([SOUND], seen(replicas=(Replica(name="w3", role=Role.DECODE, state=ReplicaState.FAILED, phase="killed"),)), "error", "w3 failed: killed"),
+        ([SOUND], seen(replicas=(Replica(name="w3", role=Role.DECODE, state=ReplicaState.STARTING),)), "info", "w3 starts: begins"),
+        ([SOUND], seen(ttft=LATE_FOR_SOME), "warning", "TTFT is past its target of 1000 ms for one request in ten"),
         ([SOUND], seen(ttft=LATE), "error", "TTFT is past its target of 1000 ms for most"),
         ([SOUND], seen(queued=4, oldest_queued_s=20.0), "warning", "4 requests wait"),
         (
@@ -78,14 +58,9 @@ def test_a_sound_deployment_has_no_alert():
             "error",
             "out of reach with what may run: 2 GPUs too few",
         ),
-        (
-            [SOUND],
-            seen(planner=(msgspec.structs.replace(ROUND, outcome="blind"),)),
-            "warning",
-            "planner sees no",
-        ),
+        ([SOUND], seen(planner=(msgspec.structs.replace(ROUND, outcome="blind"),)), "warning", "planner sees no"),
     ],
-)
+)  # fmt: skip
 def test_each_fault_is_told_once(workers, overview, severity, says):
     (alert,) = alerts_of(workers, overview, "")
     assert (alert.severity, says in alert.text) == (severity, True), alert
