@@ -8,10 +8,7 @@ import pytest
 from frontend_site import IDS, TEXT, TOKENIZER, Site, serving
 from openai.types.responses import Response
 
-from penstock.core.types.requests import FinishReason
 from penstock.core.wire import token_list
-from tests.support.dispatcher import ScriptedDispatcher, speak
-from tests.support.tokenizer import tiny_card
 from tests.support.tool_talk import PARIS, SAID, says
 
 TOOLS = [
@@ -99,21 +96,6 @@ async def test_what_is_not_stored_is_404() -> None:
         answer = await api.create(model="tiny", input="hello")
         with pytest.raises(openai.NotFoundError, match="responses_bytes_max is 10"):
             await api.create(model="tiny", input="more", previous_response_id=answer.id)
-
-
-async def test_large_inputs_are_continued_too() -> None:
-    card = tiny_card(context_length=400_000)
-    async with serving(
-        dispatcher=ScriptedDispatcher(speak([*IDS, 0], finish=FinishReason.STOP), [card])
-    ) as site:
-        api = site.client.responses
-        large = "the quick brown fox " * 4000
-        answer = await api.create(model="tiny", input=large)
-        assert answer.output_text == TEXT
-        await api.create(model="tiny", input=large, previous_response_id=answer.id)
-        assert prompt_of(site).count("the quick brown fox") == 8001
-        await api.create(model="tiny", input="short", previous_response_id=answer.id)
-        assert prompt_of(site).endswith(f"<|assistant|>{TEXT}<|end|><|user|>short<|end|><|assistant|>")
 
 
 async def test_answers_repeat_what_was_asked() -> None:

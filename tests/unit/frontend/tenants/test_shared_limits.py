@@ -152,18 +152,6 @@ async def test_a_tenant_at_one_frontend_has_all_places_at_once() -> None:
         assert each[1].ask(20) >= 4
 
 
-async def test_bursts_at_the_same_time_take_less_than_twice_the_limit() -> None:
-    async with deployment(TenantConfig(concurrency=64), frontends=4) as (_, each):
-        for frontend in each:
-            frontend.ask()
-        await asyncio.sleep(2 * IDLE_S)
-        for _ in range(200):
-            for frontend in each:
-                frontend.ask(64)
-            await asyncio.sleep(TICK_S)
-        assert 64 <= held(each) < 2 * 64
-
-
 async def test_what_a_burst_took_too_much_goes_down_again() -> None:
     async with deployment(TenantConfig(concurrency=10)) as (_, each):
         assert [frontend.ask(20) for frontend in each] == [10, 10], "within the time of one exchange"

@@ -1,18 +1,172 @@
-"""Tenants over real sockets: keys, limits with Retry-After, caches of their own, and a key file that changes under real processes."""
+"""Who may ask a frontend and what is told of it: keys, the admin token, tenants and their limits, the access log and traces."""
 
 import asyncio
+import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
 import pytest
-from frontend_site import HI, SPEAK, Site, chat, http, serving
+from frontend_site import ADMIN, HI, SPEAK, Site, chat, http, of_keys, serving
 
+from penstock.core.errors import ConfigError
 from penstock.core.types.requests import Delta, Request
+from penstock.core.types.trace import TraceContext
+from penstock.frontend.http.access_log import AccessLog
 from penstock.frontend.tenants.api_key import hash_of, new_key
 from penstock.frontend.tenants.key_file import TenantConfig
 
+ROLE = b'{"role": "decode"}'
+JSON = "Content-Type: application/json"
+PATHS = [
+    ("GET", "/admin/workers", b""),
+    ("GET", "/admin/explain", b""),
+    ("GET", "/admin/explain/x", b""),
+    ("POST", "/admin/workers/scripted/role", ROLE),
+]
+
+
+async def test_admin_asks_for_its_token_whoever_asks() -> None:
+    async with serving(tenants=of_keys("a-key")) as site:
+        for method, path, body in PATHS:
+            for given in ("Bearer wrong", "Bearer a-key", "Bearer", "Basic the-admin-token", None):
+                headers = [] if given is None else [f"Authorization: {given}"]
+                answer = await site.ask(method, path, body, JSON, *headers)
+                assert (answer.status, answer.error["code"]) == (401, "invalid_admin_token"), headers
+                assert answer.headers["www-authenticate"] == "Bearer"
+            answer = await site.ask(method, path, body, JSON, ADMIN)
+            assert answer.status == 200 or answer.error["param"] == "id"
+
+
+async def test_workers_are_shown_to_who_has_the_token() -> None:
+    async with serving() as site:
+        answer = await site.ask("GET", "/admin/workers", b"", ADMIN)
+        shown = {"pid": os.getpid(), "workers": [{"name": "scripted", "models": ["tiny"]}]}
+        assert json.loads(answer.body) == shown
+
+
+async def test_the_api_asks_for_a_key_where_there_are_some() -> None:
+    async with serving(tenants=of_keys("first", "second")) as site:
+        for client_key in ("none", "firs", "first1"):
+            client = site.client.with_options(api_key=client_key)
+            with pytest.raises(openai.AuthenticationError) as refused:
+                await client.chat.completions.create(model="tiny", messages=HI)
+            assert refused.value.code == "invalid_api_key"
+        for key in ("first", "second"):
+            client = site.client.with_options(api_key=key)
+            assert (await client.chat.completions.create(model="tiny", messages=HI)).choices
+        by_header = await site.ask("POST", "/v1/chat/completions", chat(), "X-API-Key: second")
+        assert by_header.status == 200, "as Anthropic's clients send it"
+        assert [request.tenant for request in site.dispatcher.opened] == [
+            "tenant-first", "tenant-second", "tenant-second"
+        ]  # fmt: skip
+        for path in ("/v1/models", "/v1/models/tiny"):
+            assert (await site.ask("GET", path)).status == 401
+        assert (await site.ask("POST", "/v1/completions", b"{}")).status == 401
+        for path in ("/health", "/live", "/metrics"):  # probes have no keys
+            assert (await site.ask("GET", path)).status == 200
+
+
 CHAT = "/v1/chat/completions"
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
+
+
+def lines_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def test_each_request_has_one_line_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "json")
+    file = tmp_path / "access.log"
+    async with serving(access_log=str(file), tenants=of_keys("a")) as site:
+        key = "Authorization: Bearer a"
+        told = await site.ask("POST", CHAT, chat(), key, "X-Request-Id: r1", f"traceparent: {PARENT}")
+        body = json.loads(told.body)
+        await site.ask("POST", CHAT, chat(stream=True), key)
+        await site.ask("POST", CHAT, chat(), "Authorization: Bearer wrong")
+        await site.ask("POST", CHAT, chat(max_tokens=-1), key)
+        await site.ask("GET", "/v1/models?key=secret", b"", key)
+        await site.ask("GET", "/no%0Awhere", b"", 'X-Request-Id: a "b"')
+        await site.ask("GET", "/admin/workers", b"", ADMIN)
+        _, writer = await site.connect()
+        writer.write(b"nonsense\r\n\r\n")
+        await site.until(lambda: len(lines_of(file)) == 8)
+        writer.close()
+        whole, stream, wrong, bad, models, nowhere, admin, garbage = lines_of(file)
+        usage = body["usage"]
+        assert whole["time"].endswith("+00:00")
+        assert 0 <= whole.pop("ttft_s") <= whole.pop("duration_s") < 5
+        del whole["time"]
+        assert whole == {
+            "status": 200, "method": "POST", "path": CHAT, "client": "127.0.0.1", "request_id": "r1", "trace_id": TRACE,
+            "tenant": "tenant-a", "model": "tiny", "answer_id": body["id"], "stream": False,
+            "prompt_tokens": usage["prompt_tokens"], "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "output_tokens": usage["completion_tokens"],
+        }  # fmt: skip
+        assert (stream["status"], stream["stream"], stream["output_tokens"]) == (
+            200,
+            True,
+            usage["completion_tokens"],
+        )
+        assert "trace_id" not in stream
+        assert (wrong["status"], "tenant" in wrong, "model" in wrong) == (401, False, False)
+        assert (bad["status"], bad["tenant"], "model" in bad) == (400, "tenant-a", False)
+        assert (models["path"], models["status"]) == ("/v1/models", 200), "a query may hold secrets"
+        assert (nowhere["path"], nowhere["status"], nowhere["request_id"]) == ("/no%0Awhere", 404, 'a "b"')
+        assert (admin["path"], admin["status"]) == ("/admin/workers", 200)
+        assert (garbage["method"], garbage["status"]) == ("-", 400)
+        (first, *_) = site.dispatcher.opened
+        assert first.trace == TraceContext(request_id="r1", traceparent=PARENT)
+        assert site.dispatcher.opened[1].trace is None
+
+
+async def test_a_client_that_leaves_has_a_line_too_and_text_is_for_people(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PENSTOCK_LOG_FORMAT", raising=False)
+    file = tmp_path / "access.log"
+
+    async def never(request: Request) -> AsyncIterator[Delta]:
+        await asyncio.sleep(3600)
+        async for delta in SPEAK(request):
+            yield delta
+
+    async with serving(never, access_log=str(file)) as site:
+        body = chat()
+        head = (
+            f'POST {CHAT} HTTP/1.1\r\nHost: x\r\nX-Request-Id: a "b"\r\nContent-Length: {len(body)}\r\n\r\n'
+        )
+        _, writer = await site.connect()
+        writer.write(head.encode() + body)
+        await site.until(lambda: site.dispatcher.open_streams == 1)
+        writer.transport.abort()
+        await site.until(lambda: file.read_text().endswith("\n"))
+        (line,) = file.read_text().splitlines()
+        time, status, method, path, rest = line.split(" ", 4)
+        assert (status, method, path) == ("499", "POST", CHAT)
+        assert time.startswith("20")
+        assert 'client=127.0.0.1 request_id="a \\"b\\"" model=tiny' in rest
+        assert rest.endswith("output_tokens=0")
+
+
+async def test_a_file_that_was_moved_away_is_opened_anew(tmp_path: Path) -> None:
+    file, moved = tmp_path / "access.log", tmp_path / "access.log.1"
+    async with serving(access_log=str(file)) as site:
+        await site.ask("GET", "/live")
+        file.rename(moved)
+        asked = 1
+        while not file.exists():
+            await site.ask("GET", "/live")
+            await asyncio.sleep(0.1)
+            asked += 1
+        assert len((moved.read_text() + file.read_text()).splitlines()) == asked
+
+
+def test_a_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"frontend\.access_log: .*No such file or directory; give a file"):
+        AccessLog(str(tmp_path / "none" / "access.log"), as_json=True)
 
 
 def tenants(**configs: dict) -> dict[str, TenantConfig]:

@@ -1,0 +1,287 @@
+"""What bodies of other APIs become, kept conversations, and the oldest messages that are left out."""
+
+import json
+import random
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.errors import RequestError
+from penstock.frontend.anthropic.translate import parse_messages
+from penstock.frontend.openai.bodies import ChatRequest, Message
+from penstock.frontend.openai.dialect import ParsedBody
+from penstock.frontend.responses.store import ENTRY_BYTES, ResponseStore, stored_messages, with_answer
+from penstock.frontend.responses.translate import parse_responses
+from penstock.frontend.responses.truncation import RENDERS_MAX, answer_room, fitting_messages
+
+EXTENSIONS = {
+    "top_k": 3,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "min_tokens": 2,
+    "ignore_eos": True,
+    "stop_token_ids": [7],
+    "cache_salt": "s",
+    "priority": -1,
+    "seed": 5,
+}
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields"),
+    [
+        (parse_responses, {"input": "hello"}),
+        (parse_messages, {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}),
+    ],
+)
+def test_sampling_fields_of_vllm_reach_the_request(parse, fields: dict) -> None:
+    request = parse(json.dumps({"model": "tiny"} | fields | EXTENSIONS).encode()).request
+    assert {name: getattr(request, name) for name in EXTENSIONS} == EXTENSIONS
+
+
+def responses_calls(count: int) -> dict[str, Any]:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    return {"input": [{"role": "user", "content": "hello"}, *[call] * count]}
+
+
+def anthropic_calls(count: int) -> dict[str, Any]:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    return {"messages": [{"role": "assistant", "content": [call] * count}], "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields"), [(parse_responses, responses_calls), (parse_messages, anthropic_calls)]
+)
+def test_each_of_many_calls_of_one_turn_takes_as_many_steps(
+    parse: Callable[[bytes], Any], fields: Callable[[int], dict[str, Any]]
+) -> None:
+    def steps(count: int) -> int:
+        """Count the lines that Python runs."""
+        body = json.dumps({"model": "tiny"} | fields(count)).encode()
+        lines = 0
+
+        def trace(_frame: object, event: str, _argument: object) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            calls = parse(body).request.messages[-1].tool_calls
+        finally:
+            sys.settrace(before)
+        assert len(calls) == count
+        return lines
+
+    first, second = steps(2000) - steps(1000), steps(4000) - steps(3000)
+    assert 0 < first == second
+
+
+def body(*texts: str, instructions: int = 0, stores: bool = True) -> ParsedBody:
+    messages = [
+        Message(role="system" if index < instructions else "user", content=text)
+        for index, text in enumerate(texts)
+    ]
+    return ParsedBody(ChatRequest(model="m", messages=messages), instructions=instructions, stores=stores)
+
+
+def contents(parsed: ParsedBody) -> list[object]:
+    assert isinstance(parsed.request, ChatRequest)
+    return [message.content for message in parsed.request.messages]
+
+
+def test_a_conversation_goes_between_instructions_and_input() -> None:
+    kept = stored_messages(body("rule", "one", instructions=1), b"")
+    assert kept is not None
+    kept = with_answer(kept, Message(role="assistant", content="two"))
+    later = body("other rule", "three", instructions=1)
+    again = stored_messages(later, kept)
+    assert contents(later) == ["other rule", "one", "two", "three"]
+    unkept = body("three", stores=False)
+    assert stored_messages(unkept, kept) is None
+    assert contents(unkept) == ["one", "two", "three"]
+    assert again is not None
+    next_turn = body("four")
+    stored_messages(next_turn, again)
+    assert contents(next_turn) == ["one", "two", "three", "four"]
+
+
+def test_the_oldest_unused_go_first_and_tenants_have_their_own() -> None:
+    store = ResponseStore(bytes_max=25 + 2 * ENTRY_BYTES)
+    store.put("a", "r1", bytes(10))
+    store.put("a", "r2", bytes(10))
+    assert store.get("a", "r1") == bytes(10)
+    store.put("a", "r3", bytes(10))  # r2 was used least recently
+    store.put("a", "huge", bytes(26 + 2 * ENTRY_BYTES))
+    assert store.get("a", "r1") == store.get("a", "r3") == bytes(10)
+    for tenant, response_id in (("a", "r2"), ("a", "huge"), ("b", "r1")):
+        with pytest.raises(RequestError) as caught:
+            store.get(tenant, response_id)
+        assert (caught.value.http_status, caught.value.param) == (404, "previous_response_id")
+
+
+def test_a_tenant_pushes_out_its_own_conversations_and_no_smaller_tenants() -> None:
+    store = ResponseStore(bytes_max=20 * (100 + ENTRY_BYTES))
+    for number in range(4):
+        store.put("quiet", f"q{number}", bytes(100))
+        store.put("small", f"s{number}", bytes(10))
+    for number in range(1000):
+        store.put("flood", f"f{number}", bytes(100))
+    for number in range(4):
+        assert store.get("quiet", f"q{number}") == bytes(100)
+        assert store.get("small", f"s{number}") == bytes(10)
+    assert store.get("flood", "f999") == bytes(100)
+    with pytest.raises(RequestError):
+        store.get("flood", "f0")
+    for number in range(20):  # another one that comes later gets as much as the largest
+        store.put("late", f"l{number}", bytes(100))
+    assert store.get("late", "l19") == bytes(100)
+    assert store.get("late", "l15") == bytes(100)
+    assert store.get("quiet", "q0") == bytes(100)
+
+
+def test_a_store_of_many_tenants_stays_within_its_bound() -> None:
+    rng = random.Random(3)
+    bytes_max = 50 * ENTRY_BYTES
+    store = ResponseStore(bytes_max)
+    for number in range(20_000):
+        tenant = f"t{min(rng.randrange(200), rng.randrange(200))}"
+        store.put(tenant, f"r{rng.randrange(30)}", bytes(rng.randrange(300)))
+        if number % 100 == 0:
+            store.check()
+
+
+def test_the_same_id_is_counted_once() -> None:
+    store = ResponseStore(bytes_max=25 + 2 * ENTRY_BYTES)
+    for _ in range(5):
+        store.put("a", "r1", bytes(10))
+    store.put("a", "r2", bytes(10))
+    assert store.get("a", "r1") == store.get("a", "r2") == bytes(10)
+
+
+def test_many_tiny_conversations_take_no_more_memory_than_the_bound() -> None:
+    bytes_max = 1 << 20
+    store = ResponseStore(bytes_max)
+    tracemalloc.start()
+    for number in range(10_000):
+        store.put(f"tenant-{number % 3}", f"resp_{number:024x}", number.to_bytes(40))
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert bytes_max / 2 < taken < bytes_max * 1.5
+
+
+FIXED, OVERHEAD = 7, 4
+"""Tokens that a template writes at all, and for each message."""
+
+
+def said(role: str, tokens: int = 1, **fields: Any) -> Message:
+    return Message(role=role, content="x" * tokens, **fields)
+
+
+def call(*names: str) -> Message:
+    return said("assistant", tool_calls=[{"id": name, "type": "function"} for name in names])
+
+
+def output(name: str, tokens: int = 1) -> Message:
+    return said("tool", tokens, tool_call_id=name)
+
+
+def count_of(message: Message) -> int:
+    return len(message.content or "")
+
+
+def size_of(messages: Sequence[Message]) -> int:
+    return FIXED + sum(OVERHEAD + count_of(message) for message in messages)
+
+
+def fit(messages: Sequence[Message], most: int) -> list[Message]:
+    renders = 0
+
+    def counted(some: Sequence[Message]) -> int:
+        nonlocal renders
+        renders += 1
+        return size_of(some)
+
+    kept = fitting_messages(messages, most, counted, count_of)
+    assert renders <= RENDERS_MAX + 1
+    return kept
+
+
+def roles(messages: Sequence[Message]) -> list[str]:
+    return [f"{message.role[0]}{count_of(message)}" for message in messages]
+
+
+TALK = [
+    said("system", 9),
+    said("user", 1),
+    said("assistant", 2),
+    said("developer", 8),
+    said("user", 3),
+    said("assistant", 4),
+    said("user", 5),
+]
+
+
+def test_the_oldest_are_left_out_until_the_others_fit() -> None:
+    whole = size_of(TALK)
+    assert fit(TALK, whole) == TALK
+    assert roles(fit(TALK, whole - 1)) == ["s9", "a2", "d8", "u3", "a4", "u5"]
+    assert roles(fit(TALK, whole - 6)) == ["s9", "d8", "u3", "a4", "u5"]
+    assert roles(fit(TALK, 1)) == ["s9", "d8", "u5"]  # they stay, and are refused later
+
+
+def test_a_call_and_its_outputs_go_together() -> None:
+    talk = [said("user"), call("a", "b"), output("b"), said("user", 2), output("a"), said("user", 3)]
+    whole = size_of(talk)
+    assert roles(fit(talk, whole - 6)) == ["u2", "u3"]
+    rounds = [said("user", 9), call("a"), output("a"), call("b"), output("b"), call("c"), output("c")]
+    assert fit(rounds, size_of(rounds) - 1) == [rounds[0], *rounds[3:]]
+    assert fit(rounds, 1) == [rounds[0], *rounds[5:]]  # what is to be answered stays
+
+
+def test_what_a_template_refuses_is_made_shorter() -> None:
+    def picky(messages: Sequence[Message]) -> int | None:
+        return None if messages[0].role != "user" else size_of(messages)
+
+    talk = [said(role) for role in ("user", "assistant", "user", "assistant", "user")]
+    assert fitting_messages(talk, size_of(talk) - 1, picky, count_of) == talk[2:]
+
+
+def test_many_short_messages_that_nobody_counts_are_left_out_no_further_than_needed() -> None:
+    """Most of their tokens are the template's, and the size of all of them is not known."""
+    talk = [said(role) for role in ("user", "assistant") * 5_000] + [said("user")]
+
+    def short_ones(messages: Sequence[Message]) -> int | None:
+        return None if len(messages) > 200 else size_of(messages)
+
+    kept = fitting_messages(talk, size_of(talk[-100:]), short_ones, count_of)
+    assert len(kept) == 100
+
+
+def test_room_is_left_for_the_answer() -> None:
+    assert answer_room(50, 512) == 50
+    assert answer_room(None, 512) == 128
+    assert answer_room(None, 1 << 17) == 1024
+    assert answer_room(None, 2) == 1
+
+
+@given(
+    sizes=st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), st.integers(0, 300)), max_size=60),
+    most=st.integers(1, 5000),
+)  # fmt: skip
+def test_no_more_is_left_out_than_has_to_be(sizes: list[tuple[str, int]], most: int) -> None:
+    talk = [said(role, tokens) for role, tokens in [*sizes, ("user", 3)]]
+    kept = fit(talk, most)
+    droppable = [message for message in talk[:-1] if message.role != "system"]
+    gone = len(talk) - len(kept)
+    assert [message for message in kept if message.role != "system"] == [*droppable[gone:], talk[-1]]
+    if gone < len(droppable):
+        assert size_of(kept) <= most
+    if gone:
+        assert size_of([*kept, droppable[gone - 1]]) > most
