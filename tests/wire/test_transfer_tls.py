@@ -34,8 +34,6 @@ def _config(tls: TlsConfig | None) -> TransferConfig:
         listen=("tcp://127.0.0.1:0",),
         transports=("tcp",),
         tls=tls,
-        heartbeat_timeout_s=1,
-        connect_timeout_s=2,
     )
 
 

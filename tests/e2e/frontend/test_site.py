@@ -3,12 +3,14 @@
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
 
 import openai
 import pytest
-from frontend_site import HI, IDS, Answer, chat, http, of_keys, serving
+from frontend_site import HI, IDS, SPEAK, Answer, Site, chat, http, of_keys, serving
 
 from penstock.core.errors import ConfigError
+from penstock.core.types.requests import Delta, Request
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
@@ -47,21 +49,32 @@ async def test_metrics_have_no_times_of_creation() -> None:
         assert b"_created" not in (await site.ask("GET", "/metrics")).body
 
 
+async def connect_on_and_on(site: Site) -> None:
+    while True:
+        (await site.connect())[1].close()
+
+
 async def test_closing_lets_streams_finish_and_takes_nothing_new() -> None:
-    async with serving(speak(IDS, pause_s=0.01)) as site:
+    go_on = asyncio.Event()
+
+    async def held(request: Request) -> AsyncIterator[Delta]:
+        await go_on.wait()
+        async for delta in SPEAK(request):
+            yield delta
+
+    async with serving(held) as site:
         idle_reader, idle_writer = await site.connect()
         running = asyncio.ensure_future(site.ask("POST", "/v1/chat/completions", chat(stream=True)))
         await site.until(lambda: site.dispatcher.open_streams == 1)
         closing = asyncio.ensure_future(site.server.close())
-        await asyncio.sleep(0.02)
         with pytest.raises(ConnectionError):
-            await site.connect()
+            await connect_on_and_on(site)
         # A connection that was there is still answered, and then closed.
         idle_writer.write(http("GET", "/health"))
         assert Answer(await idle_reader.read()).status == 503
         idle_writer.close()
-        answer = await running
-        assert b"[DONE]" in answer.body
+        go_on.set()
+        assert b"[DONE]" in (await running).body
         await closing
 
 

@@ -80,7 +80,8 @@ def test_each_of_many_calls_of_one_turn_takes_as_many_steps(
         return lines
 
     first, second = steps(2000) - steps(1000), steps(4000) - steps(3000)
-    assert 0 < first == second
+    assert first > 0
+    assert abs(first - second) < first / 10, "but for what Python does now and then"
 
 
 def body(*texts: str, instructions: int = 0, stores: bool = True) -> ParsedBody:
