@@ -305,7 +305,7 @@ async def test_forced_calls_of_a_message_that_was_begun_are_calls_too() -> None:
     assert answer["content"][0]["input"] == json.loads(PARIS)
 
 
-ASK_TOOLS = [{"role": "user", "content": "how is the weather?"}]
+QUESTION = [{"role": "user", "content": "how is the weather?"}]
 TOOLS = [
     {
         "type": "function",
@@ -319,7 +319,7 @@ TOOLS = [
 
 async def test_a_whole_answer_goes_back_as_history() -> None:
     async with serving(dispatcher=says(SAID)) as site:
-        answer = await site.client.chat.completions.create(model="tiny", messages=ASK_TOOLS, tools=TOOLS)
+        answer = await site.client.chat.completions.create(model="tiny", messages=QUESTION, tools=TOOLS)
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "I look."
@@ -328,7 +328,7 @@ async def test_a_whole_answer_goes_back_as_history() -> None:
         said = choice.message.model_dump(exclude_none=True)
         result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "rain"}
         await site.client.chat.completions.create(
-            model="tiny", messages=[*ASK_TOOLS, said, result], tools=TOOLS
+            model="tiny", messages=[*QUESTION, said, result], tools=TOOLS
         )
         prompt = TOKENIZER.decode(
             list(memoryview(site.dispatcher.opened[1].token_ids).cast("i")), skip_special_tokens=False
@@ -342,7 +342,7 @@ async def test_with_tool_choice_none_the_text_is_the_users() -> None:
     call = '<tool_call>{"name": "weather"}</tool_call>'
     async with serving(dispatcher=says(call)) as site:
         answer = await site.client.chat.completions.create(
-            model="tiny", messages=ASK_TOOLS, tools=TOOLS, tool_choice="none"
+            model="tiny", messages=QUESTION, tools=TOOLS, tool_choice="none"
         )
         assert answer.choices[0].message.content == call
         assert answer.choices[0].message.tool_calls is None
@@ -353,13 +353,13 @@ async def test_with_tool_choice_none_the_text_is_the_users() -> None:
 async def test_a_template_without_tools_refuses_them() -> None:
     async with serving() as site:
         with pytest.raises(openai.BadRequestError) as caught:
-            await site.client.chat.completions.create(model="tiny", messages=ASK_TOOLS, tools=TOOLS)
+            await site.client.chat.completions.create(model="tiny", messages=QUESTION, tools=TOOLS)
         assert caught.value.param == "tools"
 
 
 async def test_tools_of_a_large_body_are_parsed_too() -> None:
     async with serving(dispatcher=says(SAID, context_length=200_000)) as site:
-        long = [{"role": "system", "content": "the quick brown fox " * 4000}, *ASK_TOOLS]
+        long = [{"role": "system", "content": "the quick brown fox " * 4000}, *QUESTION]
         answer = await site.client.chat.completions.create(model="tiny", messages=long, tools=TOOLS)
         assert answer.choices[0].message.tool_calls[0].function.arguments == PARIS
         assert answer.choices[0].message.reasoning_content == "hm\n"

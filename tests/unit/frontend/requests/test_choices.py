@@ -179,9 +179,6 @@ def test_they_do_not_depend_on_how_deltas_are_merged(rest: str, stops: tuple[str
     assert told(merged(ids, [len(ids)]), stops) == one_by_one
 
 
-IDS_COMPLETION_RUN = Tokenizer.from_buffer(tiny_tokenizer_json()).encode(TEXT).ids
-
-
 async def completion(
     dispatcher: ScriptedDispatcher, metrics: FrontendMetrics | None = None, **fields
 ) -> Completion:
@@ -196,14 +193,14 @@ async def completion(
 
 
 async def test_choices_are_interleaved_and_counted_once_each() -> None:
-    dispatcher = ScriptedDispatcher(speak(IDS_COMPLETION_RUN))
+    dispatcher = ScriptedDispatcher(speak(IDS))
     run = await completion(dispatcher, prompt=["dog", "fox"], n=2)
     events: list[TextEvent] = []
     await run.run(events.append)
     for index in range(4):
         assert "".join(event.text for event in events if event.index == index) == TEXT
     assert [event.index for event in events[:4]] == [0, 1, 2, 3]
-    assert run.usage().completion_tokens == 4 * len(IDS_COMPLETION_RUN)
+    assert run.usage().completion_tokens == 4 * len(IDS)
     first, _, third, _ = (request.request_id for request in dispatcher.opened)
     assert dispatcher.beside == [None, first, None, third], "each prompt is computed once"
 
@@ -213,13 +210,13 @@ async def test_choices_are_interleaved_and_counted_once_each() -> None:
     ("stop", "finish"), [(None, FinishReason.LENGTH), (None, FinishReason.STOP), ("brown", FinishReason.STOP)]
 )
 async def test_token_ids_are_those_that_count_as_output(at_once, stop, finish) -> None:
-    dispatcher = ScriptedDispatcher(speak(IDS_COMPLETION_RUN * 3, at_once=at_once, finish=finish))
+    dispatcher = ScriptedDispatcher(speak(IDS * 3, at_once=at_once, finish=finish))
     run = await completion(dispatcher, stop=stop, return_token_ids=True)
     events: list[TextEvent] = []
     await run.run(events.append)
     given = [token_id for event in events for token_id in event.token_ids or ()]
-    assert given == (IDS_COMPLETION_RUN * 3)[: run.usage().completion_tokens]
-    assert (stop is None) == (given == IDS_COMPLETION_RUN * 3)
+    assert given == (IDS * 3)[: run.usage().completion_tokens]
+    assert (stop is None) == (given == IDS * 3)
     assert [event.prompt is not None for event in events] == [True] + [False] * (len(events) - 1)
 
 
@@ -246,7 +243,7 @@ async def test_token_ids_and_log_probabilities_come_together(at_once) -> None:
 
 
 async def _failing(request: Request) -> AsyncIterator[Delta]:
-    yield Delta(request_id=request.request_id, token_ids=pack_tokens(IDS_COMPLETION_RUN[:1]))
+    yield Delta(request_id=request.request_id, token_ids=pack_tokens(IDS[:1]))
     await asyncio.sleep(0)
     if request.choice == 1:
         raise Unavailable("no worker is left")
@@ -264,7 +261,7 @@ async def test_one_choice_that_fails_ends_them_all() -> None:
 
 async def test_a_stream_without_an_end_is_an_error() -> None:
     async def endless(request: Request) -> AsyncIterator[Delta]:
-        yield Delta(request_id=request.request_id, token_ids=pack_tokens(IDS_COMPLETION_RUN))
+        yield Delta(request_id=request.request_id, token_ids=pack_tokens(IDS))
 
     run = await completion(ScriptedDispatcher(endless))
     with pytest.raises(EngineError, match="ended without"):
@@ -286,7 +283,7 @@ async def test_cached_tokens_are_those_of_each_prompts_first_choice() -> None:
 async def test_a_gathered_answer_is_the_same_in_fewer_events(fields: dict[str, object]) -> None:
     texts, counts, usages = [], [], []
     for gathers in (False, True):
-        run = await completion(ScriptedDispatcher(speak(IDS_COMPLETION_RUN * 300)), **fields)
+        run = await completion(ScriptedDispatcher(speak(IDS * 300)), **fields)
         events: list[TextEvent] = []
         await run.run(events.append, gathers=gathers)
         texts.append(["".join(e.text for e in events if e.index == index) for index in range(2)])
@@ -309,14 +306,10 @@ async def test_tokens_that_wait_for_others_count_when_a_gathered_answer_is_cut()
 
 async def test_tokens_and_times_are_counted() -> None:
     registry = CollectorRegistry()
-    run = await completion(ScriptedDispatcher(speak(IDS_COMPLETION_RUN)), FrontendMetrics(registry))
+    run = await completion(ScriptedDispatcher(speak(IDS)), FrontendMetrics(registry))
     await run.run([].append)
     label = {"model": "tiny"}
-    assert registry.get_sample_value("penstock_frontend_output_tokens_total", label) == len(
-        IDS_COMPLETION_RUN
-    )
+    assert registry.get_sample_value("penstock_frontend_output_tokens_total", label) == len(IDS)
     assert registry.get_sample_value("penstock_frontend_ttft_seconds_count", label) == 1
-    assert (
-        registry.get_sample_value("penstock_frontend_itl_seconds_count", label) == len(IDS_COMPLETION_RUN) - 1
-    )
+    assert registry.get_sample_value("penstock_frontend_itl_seconds_count", label) == len(IDS) - 1
     assert registry.get_sample_value("penstock_frontend_e2e_seconds_count", label) == 1

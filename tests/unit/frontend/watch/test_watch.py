@@ -103,7 +103,7 @@ LOAD = WorkerLoad(
 )
 
 
-def worker_snapshot(number, condition=Condition.READY, load=LOAD):
+def decode_worker(number, condition=Condition.READY, load=LOAD):
     where = {
         "address": f"tcp://10.0.0.{number % 256}:7000",
         "host": "a-host-with-quite-a-long-name.example.com",
@@ -131,14 +131,14 @@ def snapshot_of(views):
 
 
 def test_a_thousand_workers_that_are_all_lost_give_a_bounded_snapshot():
-    found = snapshot_of([worker_snapshot(number, Condition.LOST) for number in range(1000)])
+    found = snapshot_of([decode_worker(number, Condition.LOST) for number in range(1000)])
     assert (found.num_workers, len(found.workers), len(found.alerts)) == (1000, WORKERS_MAX, ALERTS_MAX)
     assert found.alerts[0].severity == "error"
     assert len(msgspec.json.encode(found)) < 200_000
 
 
 def test_tiers_and_links_of_a_worker_are_shown():
-    found = snapshot_of([worker_snapshot(2), worker_snapshot(1)])
+    found = snapshot_of([decode_worker(2), decode_worker(1)])
     first, second = found.workers
     assert (first.name, second.name) == ("worker-0001", "worker-0002")
     tiers = [
@@ -153,7 +153,7 @@ def test_tiers_and_links_of_a_worker_are_shown():
 def test_a_link_shows_how_far_its_region_is_and_when_it_told_last():
     def row(**link):
         load = WorkerLoad(link=LinkReport(region="eu", frontends=2, healthy=1, **link))
-        (found,) = snapshot_of([worker_snapshot(1, load=load)]).workers
+        (found,) = snapshot_of([decode_worker(1, load=load)]).workers
         return found.region
 
     told = row(round_trip_s=0.081, advertised_chunks=12, advertised_at_s=wall_time_s() - 5)
@@ -162,4 +162,4 @@ def test_a_link_shows_how_far_its_region_is_and_when_it_told_last():
     assert 5 <= told.advertised_age_s < 60
     untold = row()
     assert (untold.round_trip_s, untold.advertised_age_s) == (None, None)
-    assert snapshot_of([worker_snapshot(1)]).workers[0].region is None
+    assert snapshot_of([decode_worker(1)]).workers[0].region is None
