@@ -60,9 +60,8 @@ async def start(
 
 async def until(client: openai.AsyncOpenAI, batch_id: str, holds: Callable[[object], bool]):
     """Ask for a batch until something holds."""
-    async with asyncio.timeout(60):
-        while not holds(batch := await client.batches.retrieve(batch_id)):  # noqa: ASYNC110 - as clients do
-            await asyncio.sleep(0.05)
+    while not holds(batch := await client.batches.retrieve(batch_id)):  # noqa: ASYNC110 - as clients do
+        await asyncio.sleep(0.05)
     return batch
 
 
@@ -83,16 +82,16 @@ async def read(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, dic
 async def test_each_line_is_answered_or_says_why_not(tmp_path: Path) -> None:
     async with batching(tmp_path) as site:
         client = site.client
-        lines = [line(f"r{index}") for index in range(40)]
+        lines = [line(f"r{index}") for index in range(12)]
         lines += [line("hot", temperature=9), line("none", model="none"), line("streamed", stream=True)]
         lines.append(line("large", messages=[{"role": "user", "content": "hello " * 20_000}]))
         batch = await start(client, lines)
         assert (batch.object, batch.status, batch.metadata) == ("batch", "validating", {"of": "test"})
         batch = await ended(client, batch.id)
         assert batch.status == "completed"
-        assert batch.request_counts.model_dump() == {"total": 44, "completed": 40, "failed": 4}
+        assert batch.request_counts.model_dump() == {"total": 16, "completed": 12, "failed": 4}
         answers = await read(client, batch.output_file_id)
-        assert set(answers) == {f"r{index}" for index in range(40)}
+        assert set(answers) == {f"r{index}" for index in range(12)}
         for item in answers.values():
             assert item["response"]["status_code"] == 200
             assert item["response"]["body"]["choices"][0]["message"]["content"] == TEXT
