@@ -364,7 +364,7 @@ def test_each_line_is_answered_once(deploy, tmp_path):
 BODY = {
     "model": "penstock-demo",
     "messages": [{"role": "user", "content": "hi"}],
-    "max_tokens": 1500,
+    "max_tokens": 4000,
     "seed": 7,
     "stream": True,
     "logprobs": True,
@@ -392,7 +392,7 @@ def request_of(asked):
 
 async def begin(url):
     """Ask for a stream by a socket that takes little at once."""
-    reader, writer = await asyncio.open_connection(sock=await connect(url, 65536), limit=1 << 17)
+    reader, writer = await asyncio.open_connection(sock=await connect(url, 65536), limit=1 << 20)
     writer.write(request_of(BODY))
     return reader, writer
 

@@ -258,13 +258,19 @@ async def test_a_client_that_pipelines_and_never_reads_gets_no_more_than_its_buf
     async with serving(long) as site:
         loop = asyncio.get_running_loop()
         client = await slow_socket(site)
-        flood = loop.create_task(loop.sock_sendall(client, http("POST", CHAT, chat()) * 2000))
-        await site.until(lambda: len(site.dispatcher.opened) > 0)
-        site.dispatcher.script = SPEAK
-        for _ in range(50):
-            await answered(site)
-        assert len(site.dispatcher.opened) < 1000
-        assert not flood.done(), "its other requests are not even received"
-        flood.cancel()
-        client.close()
+        await site.until(lambda: len(site.server._runner.server.connections) == 1)
+        (connection,) = site.server._runner.server.connections
+        flood = loop.create_task(loop.sock_sendall(client, http("POST", CHAT, chat()) * 400))
+        try:
+            await site.until(lambda: connection.writing_paused)
+            opened, size = len(site.dispatcher.opened), connection.transport.get_write_buffer_size()
+            site.dispatcher.script = SPEAK
+            for _ in range(10):
+                await answered(site)
+            assert len(site.dispatcher.opened) == opened + 10, "no more of the pipelined requests"
+            assert connection.transport.get_write_buffer_size() == size
+        finally:
+            flood.cancel()
+            client.close()
+        await site.until(lambda: not connection.connected)
         await answered(site)

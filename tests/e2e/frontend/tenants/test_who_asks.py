@@ -161,7 +161,7 @@ async def test_a_file_that_was_moved_away_is_opened_anew(tmp_path: Path) -> None
             await site.ask("GET", "/live")
             await asyncio.sleep(0.1)
             asked += 1
-        assert len((moved.read_text() + file.read_text()).splitlines()) == asked
+        await site.until(lambda: len((moved.read_text() + file.read_text()).splitlines()) == asked)
 
 
 def test_a_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
