@@ -23,11 +23,11 @@ def virtual(test: Test[P]) -> Callable[P, None]:
 
 
 def real(test: Test[P]) -> Callable[P, None]:
-    """Run a test on real time, for a minute at most."""
+    """Run a test on real time, for four minutes at most."""
 
     @functools.wraps(test)
     def run(*args: P.args, **named: P.kwargs) -> None:
-        run_async(test(*args, **named))
+        run_async(test(*args, **named), timeout_s=240.0)
 
     return run
 

@@ -68,6 +68,12 @@ class Up(Commands):
         self.url = "" if ready is None else ready[1]
         return process
 
+    def ended(self) -> int:
+        """Wait for the end of what was started last; returns its status. `lines` then has all that it said."""
+        while (line := self._lines.get(timeout=TIMEOUT_S)) is not None:
+            self.lines.append(line.rstrip())
+        return self._started[-1].wait(timeout=TIMEOUT_S)
+
     def ps(self, name: str | None = None) -> list[dict[str, Any]]:
         """Give what `penstock ps --json` says."""
         said = self.run("ps", "--json", *(() if name is None else ("--name", name)))

@@ -40,11 +40,14 @@ def written(tmp_path, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "num_charts"),
     [
-        (["--graph", GRAPHS / "8b-h100-x8.yaml"], 10),
-        (["--graph", GRAPHS / "8b-h100-x8.yaml", "--set", "roles.aggregated.replicas=30"], 10),
+        pytest.param(
+            ["--graph", GRAPHS / "8b-h100-x8.yaml", "--set", "roles.aggregated.replicas=30"],
+            10,
+            marks=pytest.mark.nightly,
+        ),
         (["--compare", GRAPHS / "8b-h100-x8.yaml", GRAPHS / "70b-h100-tp4-x4.yaml"], 10 + 2 * 4),
     ],
-    ids=["few workers", "many workers", "compared"],
+    ids=["many workers", "compared"],
 )
 def test_a_browser_without_a_network_draws_every_chart(tmp_path, arguments, num_charts):
     page = written(tmp_path, *arguments)

@@ -14,17 +14,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("curl", "openssl")]
 COMMAND = [sys.executable, "-m", "penstock", "serve", "--engine", "mock", "--port", "0"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "key", "tls"])
-def test_it_can_be_pasted(kind, runtime_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("secure", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_it_can_be_pasted(secure, runtime_dir, tmp_path, monkeypatch):
     flags = ["--set=supervision.spare_processes=0"]
-    if kind == "key":
+    if secure:
         monkeypatch.setenv("PENSTOCK_API_KEY", "sk-of-the-environment")
-    if kind == "tls":
         certificate = make_authority(tmp_path, "127.0.0.1")
-        flags += [
-            f"--set=frontend.tls.certificate={certificate}",
-            f"--set=frontend.tls.key={certificate.with_suffix('.key')}",
-        ]
+        key = certificate.with_suffix(".key")
+        flags += [f"--set=frontend.tls.certificate={certificate}", f"--set=frontend.tls.key={key}"]
     with subprocess.Popen([*COMMAND, *flags], stdout=subprocess.PIPE, text=True) as serve:
         watchdog = threading.Timer(120, serve.kill)
         watchdog.start()

@@ -93,6 +93,7 @@ def test_the_demo_answers_questions_that_it_was_not_trained_on_within_its_memory
     assert len(missed) <= 4, "\n".join(missed)
 
 
+@pytest.mark.nightly
 @given_by("deploy", workers=2, role={"engine": "paged", "kv_blocks": 1024}, timeout_s=240)
 async def test_a_paged_worker_killed_in_the_middle_of_a_stream_is_not_noticed(site):
     prompt, options = (

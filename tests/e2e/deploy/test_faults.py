@@ -2,11 +2,7 @@
 
 import asyncio
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -19,29 +15,6 @@ pytestmark = pytest.mark.slow
 PROMPT = "Tell me about rivers, slowly. " * 8
 TOKENS = 200
 RSS_GROWTH_MAX = 8 << 20
-
-
-@given_by("deploy", workers=2)
-async def test_a_worker_killed_in_the_middle_of_a_stream_is_not_noticed(site):
-    undisturbed = await site.tell(PROMPT, max_tokens=TOKENS)
-    text, chunks, usage, victim = "", 0, None, None
-    async for chunk in site.stream(PROMPT, max_tokens=TOKENS):
-        text += site.text_of(chunk)
-        usage = chunk.usage or usage
-        chunks += 1
-        if chunks == TOKENS // 4:
-            victim = await busy_worker(site)
-            site.kill(victim)
-    assert victim is not None
-    assert text == undisturbed[0]
-    assert (usage.prompt_tokens, usage.completion_tokens) == (undisturbed[1].prompt_tokens, TOKENS)
-    assert any(line.startswith(f"{victim} failed killed by SIGKILL") for line in site.said)
-
-    async def back():
-        return await site.ready_workers() == 2
-
-    await site.until(back)
-    assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == text
 
 
 @given_by("deploy")
@@ -67,6 +40,9 @@ async def test_all_streams_survive_one_worker(site):
         assert task.result()[0] == text
         assert task.result()[1].prompt_tokens == usage.prompt_tokens
         assert task.result()[1].completion_tokens == TOKENS
+    assert any(line.startswith("worker-1 failed killed by SIGKILL") for line in site.said)
+    await site.until(all_ready(site))
+    assert (await site.tell(prompts[0], max_tokens=TOKENS))[0] == undisturbed[0][0]
 
 
 @given_by("deploy", workers=2)
@@ -86,11 +62,7 @@ async def test_streams_and_new_requests_go_on_without_the_hub(site):
     again = LocalHub(hub.identity, listen=hub.address)
     await again.start()
     try:
-
-        async def back():
-            return await site.ready_workers() == 2
-
-        await site.until(back)
+        await site.until(all_ready(site))
         assert (await site.tell(PROMPT, max_tokens=TOKENS))[0] == undisturbed
     finally:
         await again.close()
@@ -105,12 +77,13 @@ async def test_a_client_that_goes_away_frees_its_blocks(site):
     async def busy():
         return (await site.load("worker-1"))["active_blocks"] > 0
 
-    for _ in range(3):
+    for number in range(3):
         stream = site.stream(PROMPT, max_tokens=3000)
         await anext(stream)
         await site.until(busy)
         await stream.aclose()
-        await site.until(idle, timeout_s=2)
+        await site.until(idle)
+        assert (await site.load("worker-1"))["generated_tokens"] < 3000 * (number + 1), "before their end"
 
 
 @given_by("deploy")
@@ -123,9 +96,7 @@ async def test_a_stalled_reader_holds_up_nobody(site):
         await site.until(all_busy(site, 8))
         text, usage = await site.tell(PROMPT, max_tokens=TOKENS)
         assert usage.completion_tokens == TOKENS
-        async with asyncio.timeout(60):
-            for _ in range(3):
-                assert await site.tell(PROMPT, max_tokens=TOKENS) == (text, usage)
+        assert await site.tell(PROMPT, max_tokens=TOKENS) == (text, usage)
         assert worker.memory_info().rss - before < RSS_GROWTH_MAX
     finally:
         for connection in stalled:
@@ -137,58 +108,11 @@ async def test_a_stalled_reader_holds_up_nobody(site):
     await site.until(idle)
 
 
-@given_by("deploy")
-async def test_a_frontend_that_dies_comes_back_on_the_same_port(site):
-    text, _ = await site.tell(PROMPT, max_tokens=8)
-    site.kill("frontend-1")
+def all_ready(site):
+    async def holds():
+        return await site.ready_workers() == 2
 
-    async def back():
-        return sum(line.startswith("frontend-1 ready") for line in site.said) == 2
-
-    await site.until(back)
-    assert (await site.tell(PROMPT, max_tokens=8))[0] == text
-
-
-SUPERVISOR = """
-import asyncio, json, sys
-from penstock.core import log
-from penstock.deploy.supervisor.local import LocalDeployment
-from penstock.graph import Graph
-
-log.configure("warning", process="supervisor")
-
-async def main():
-    async with LocalDeployment(Graph.model_validate(json.loads(sys.argv[1]))) as deployment:
-        print(json.dumps(deployment.pids()), flush=True)
-        await asyncio.sleep(60)
-
-asyncio.run(main())
-"""
-
-
-def test_children_die_with_a_killed_supervisor_and_the_next_one_clears_up(runtime_dir, deploy):
-    graph = {"model": "demo", "frontend": {"port": 0}, "roles": {"aggregated": {"engine": "mock"}}}
-    with subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, json.dumps(graph)], stdout=subprocess.PIPE, text=True
-    ) as supervisor:
-        assert supervisor.stdout is not None
-        pids = json.loads(supervisor.stdout.readline())
-        os.kill(supervisor.pid, signal.SIGKILL)
-    assert len(pids) == 2
-    processes = [psutil.Process(pid) for pid in pids.values() if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(processes, timeout=5)
-    assert alive == []
-    assert len(list(runtime_dir.iterdir())) == 1
-
-    async def scenario(site):
-        assert len(list(runtime_dir.iterdir())) == 1
-
-    deploy(scenario)
-
-
-async def busy_worker(site):
-    (name,) = [name for name, worker in (await site.workers()).items() if worker["open_requests"]]
-    return name
+    return holds
 
 
 def all_busy(site, requests=None):

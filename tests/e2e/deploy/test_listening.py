@@ -4,7 +4,6 @@ import asyncio
 import os
 import resource
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,14 +112,16 @@ def test_want_of_descriptors_is_logged_and_counted_and_waited_for(capfd: pytest.
         listener = Listener([opened], Peer, on_failure=failed)
         peers = connect(Address(host="127.0.0.1", port=opened.getsockname()[1]), 3)
         with no_descriptors():
-            cpu_s = time.process_time()
-            await asyncio.sleep(0.6)
-            assert time.process_time() - cpu_s < 0.3, "it spins"
+            turns = 0
+            while len(failures) < 2:
+                await asyncio.sleep(0)
+                turns += 1
+            assert turns > 20, "it waits for many turns of the loop before it tries again"
             assert Peer.made == 0
-            assert 1 <= len(failures) == listener.failures <= 4
+            assert len(failures) == listener.failures
         counted = registry.get_sample_value("penstock_frontend_accept_failures_total", {"error": "EMFILE"})
         assert counted == len(failures)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while Peer.made < 3:  # noqa: ASYNC110 - the listener tries again by itself
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)

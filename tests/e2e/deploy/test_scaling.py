@@ -1,27 +1,20 @@
 """`penstock scale` on a running deployment: real processes, under load, and after the supervisor was killed."""
 
 import asyncio
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-import aiohttp
-import psutil
 import pytest
 
+from penstock import cli
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
 from penstock.deploy.control.deployments import find_deployment
-from penstock.deploy.control.messages import SOCKET_NAME
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
 from penstock.planner.act.actor import Actor
+from tests.support.host import until
 from tests.support.streams import TOKENS, Load
+from tests.support.up import Up
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
 
@@ -43,7 +36,7 @@ def run(main):
     asyncio.run(bounded())
 
 
-async def until(pool, holds):
+async def until_scale(pool, holds):
     scale = await pool.scale()
     while not holds(scale):
         scale = await pool.scale(scale.sequence)
@@ -75,10 +68,12 @@ def test_no_request_fails_from_one_worker_to_three_and_back():
             async with Load(deployment.url, PROMPTS) as load:
                 await load.more(12)
                 await pool.add(Role.AGGREGATED, 2, by="test")
-                await until(pool, lambda scale: all(r.state is ReplicaState.READY for r in scale.replicas))
+                await until_scale(
+                    pool, lambda scale: all(r.state is ReplicaState.READY for r in scale.replicas)
+                )
                 await load.more(36)
                 await pool.retire(["worker-1", "worker-3"], by="test")
-                await until(pool, lambda scale: [r.name for r in scale.replicas] == ["worker-2"])
+                await until_scale(pool, lambda scale: [r.name for r in scale.replicas] == ["worker-2"])
                 await load.more(12)
                 seen = await observed(deployment.observations, "worker-2")
             assert set(deployment.pids()) == {"worker-2", "frontend-1"}
@@ -94,6 +89,7 @@ def test_no_request_fails_from_one_worker_to_three_and_back():
     run(main)
 
 
+@pytest.mark.nightly
 def test_no_request_fails_through_flips():
     async def main():
         roles = {"prefill": {"engine": "mock"}, "decode": {"engine": "mock", "replicas": 2}}
@@ -114,27 +110,6 @@ def test_no_request_fails_through_flips():
     run(main)
 
 
-def test_a_flipped_worker_that_dies_comes_back_in_its_new_role():
-    async def main():
-        roles = {"prefill": {"engine": "mock"}, "decode": {"engine": "mock", "replicas": 2}}
-        async with LocalDeployment(graph_of(roles)) as deployment:
-            await deployment.pool.flip("decode-2", Role.PREFILL, by="test")
-            psutil.Process(deployment.pids()["decode-2"]).kill()
-            await until(
-                deployment.pool, lambda scale: any(r.state is ReplicaState.FAILED for r in scale.replicas)
-            )
-            await until(
-                deployment.pool, lambda scale: all(r.state is ReplicaState.READY for r in scale.replicas)
-            )
-            async with aiohttp.ClientSession() as session:
-                headers = {"Authorization": f"Bearer {deployment.admin_token}"}
-                async with session.get(f"{deployment.url}/admin/workers", headers=headers) as response:
-                    workers = (await response.json())["workers"]
-            assert {worker["name"]: worker["role"] for worker in workers}["decode-2"] == "prefill"
-
-    run(main)
-
-
 def test_an_actor_takes_a_deployment_from_one_worker_to_four_and_back():
     """By the control channel, with flips between roles; a person's change is kept."""
 
@@ -150,7 +125,7 @@ def test_an_actor_takes_a_deployment_from_one_worker_to_four_and_back():
                     outcome = await actor.carry_out(wanted)
                     assert not outcome.refused
                     assert not outcome.held
-                    await until(
+                    await until_scale(
                         connector,
                         lambda scale: all(replica.state is ReplicaState.READY for replica in scale.replicas),
                     )
@@ -158,7 +133,7 @@ def test_an_actor_takes_a_deployment_from_one_worker_to_four_and_back():
                     assert {role: len(scale.of(role)) for role in wanted} == wanted
                     await load.more(12)
                 assert all(len(texts) == 1 for texts in load.answers.values())
-            assert (await asyncio.to_thread(scale_of, "decode", "2")).returncode == 0
+            assert await asyncio.to_thread(cli.main, ["scale", "decode", "2"]) == 0
             outcome = await actor.carry_out({Role.PREFILL: 1, Role.DECODE: 1})
             assert outcome.held.startswith("penstock scale has set 1 prefill, 2 decode")
             assert len((await connector.scale()).of(Role.DECODE)) == 2
@@ -166,101 +141,48 @@ def test_an_actor_takes_a_deployment_from_one_worker_to_four_and_back():
     run(main)
 
 
-class Serve:
-    """`penstock serve --engine mock`, and `penstock scale` beside it."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [*COMMAND, "serve", "--engine", "mock", "--port", "0", "--set", "supervision.spare_processes=0"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.lines = []
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if re.search(r"^penstock +ready", line):
-                break
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        self.process.communicate(timeout=TIMEOUT_S)
-
-    def workers(self):
-        return re.findall(r"^  (worker-\d+) +ready", scale_of().stdout, re.MULTILINE)
+@pytest.fixture
+def up(tmp_path, runtime_dir):
+    made = Up(tmp_path, runtime_dir)
+    made.graph()
+    yield made
+    made.end()
 
 
-COMMAND = [sys.executable, "-m", "penstock"]
+def ready_workers(up):
+    return re.findall(r"^  (worker-\d+) +ready", up.run("scale").stdout, re.MULTILINE)
 
 
-def scale_of(*arguments):
-    return subprocess.run(
-        [*COMMAND, "scale", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-
-
-def test_the_command_and_what_it_refuses():
-    done = scale_of()
+def test_the_command_what_it_refuses_and_a_supervisor_that_comes_back_with_its_scale(up):
+    done = up.run("scale", check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert "no deployment of this user runs on this host; start one with penstock serve" in done.stderr
-    with Serve() as serve:
-        assert serve.workers() == ["worker-1"]
-        done = scale_of("aggregated", "2")
-        assert done.returncode == 0
-        assert re.search(r"1 -> 2, starts worker-2.*^worker-2 +ready$", done.stdout, re.MULTILINE | re.DOTALL)
-        for arguments, code, why in (
-            (["prefill", "1"], 2, "prefill is not of this deployment, which has aggregated"),
-            (["aggregated", "0"], 1, "is the last worker that answers requests"),
-            (["aggregated", "5000"], 1, "router.workers_max"),
-            (["agregated", "1"], 2, "did you mean 'aggregated'"),
-            (["aggregated", "-1"], 2, "N: must be a number of workers >= 0"),
-            (["aggregated", "1", "--name", "other"], 1, "no deployment called other of this user"),
-        ):
-            done = scale_of(*arguments)
-            assert done.returncode == code, done
-            assert why in done.stderr
-            assert done.stderr.count("\n") == 1
-        assert serve.workers() == ["worker-1", "worker-2"]
-        killed = subprocess.Popen([*COMMAND, "scale", "aggregated", "4"], stdout=subprocess.PIPE, text=True)
-        assert "2 -> 4" in killed.stdout.readline()
-        killed.kill()
-        killed.communicate()
-        end_s = time.monotonic() + TIMEOUT_S
-        while len(serve.workers()) < 4 and time.monotonic() < end_s:
-            time.sleep(0.1)
-        done = scale_of("aggregated", "1")
-        assert "stopped" in done.stdout
-        assert serve.workers() == ["worker-1"] or len(serve.workers()) == 1
-
-
-def test_half_written_and_foreign_messages_change_nothing():
-    with Serve() as serve:
-        (path,) = Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"penstock-*/{SOCKET_NAME}")
-        assert path.stat().st_mode & 0o077 == 0
-        add = b'{"version":1,"body":{"type":"add","role":"aggregated","count":1,"by":"x"}}'
-        for content, answer in (
-            (add, b""),
-            (add.replace(b":1,", b":9,", 1) + b"\n", b"version 1 of the control channel, got 9"),
-            (b"GET / HTTP/1.1\r\n\r\n", b"no request of the control channel"),
-            (b'{"version":1,"body":{"type":"burn"}}\n', b"no request of the control channel"),
-            (b"\n", b"no request"),
-        ):
-            with socket.socket(socket.AF_UNIX) as caller:
-                caller.connect(str(path))
-                caller.sendall(content)
-                caller.shutdown(socket.SHUT_WR)
-                assert answer in caller.makefile("rb").read()
-        assert serve.workers() == ["worker-1"]
-
-
-def test_a_killed_supervisor_comes_back_with_its_scale():
-    with Serve() as serve:
-        assert scale_of("aggregated", "3").returncode == 0
-        serve.process.send_signal(signal.SIGKILL)
-        serve.process.wait(timeout=TIMEOUT_S)
-        assert "no deployment" in scale_of("aggregated", "4").stderr
-    with Serve() as serve:
-        assert any("3 aggregated: set by penstock scale before the restart" in line for line in serve.lines)
-        assert serve.workers() == ["worker-1", "worker-2", "worker-3"]
+    process = up.up("graph.yaml")
+    assert ready_workers(up) == ["worker-1"]
+    done = up.run("scale", "aggregated", "2")
+    assert re.search(r"1 -> 2, starts worker-2.*^worker-2 +ready$", done.stdout, re.MULTILINE | re.DOTALL)
+    for arguments, code, why in (
+        (["prefill", "1"], 2, "prefill is not of this deployment, which has aggregated"),
+        (["aggregated", "0"], 1, "is the last worker that answers requests"),
+        (["aggregated", "5000"], 1, "router.workers_max"),
+        (["aggregated", "-1"], 2, "N: must be a number of workers >= 0"),
+        (["aggregated", "1", "--name", "other"], 1, "no deployment called other of this user"),
+    ):
+        done = up.run("scale", *arguments, check=False)
+        assert done.returncode == code, done
+        assert why in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert ready_workers(up) == ["worker-1", "worker-2"]
+    command = Up(up.folder, up.environment["XDG_RUNTIME_DIR"])
+    scaling = command.start("scale", "aggregated", "4")
+    command.wait("2 -> 4")
+    scaling.kill()
+    command.end()
+    until(lambda: len(ready_workers(up)) == 4)
+    process.kill()
+    process.wait()
+    assert "no deployment" in up.run("scale", "aggregated", "4", check=False).stderr
+    up.up("graph.yaml")
+    assert any("4 aggregated: set by penstock scale before the restart" in line for line in up.lines)
+    assert "stopped" in up.run("scale", "aggregated", "1").stdout
+    assert len(ready_workers(up)) == 1

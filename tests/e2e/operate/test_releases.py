@@ -93,7 +93,11 @@ def metric(url: str, name: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "pair", ["the last release and this version", "this version and the next wire version"]
+    "pair",
+    [
+        pytest.param("the last release and this version", marks=pytest.mark.nightly),
+        "this version and the next wire version",
+    ],
 )
 def test_a_deployment_is_upgraded_part_by_part_under_streams(parts, tmp_path, pair):
     if pair.startswith("the last"):

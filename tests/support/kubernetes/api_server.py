@@ -1,8 +1,8 @@
 """The API server: Kubernetes' REST protocol over the store.
 
 Kept: list in pages, watch with resourceVersion, bookmarks and 410, optimistic locking (409), server-side apply with field managers,
-merge patch, the subresources `status` and `scale`, label and field selectors, finalizers, garbage collection by ownerReferences,
-schemas of CustomResourceDefinitions, dry runs, evictions that keep PodDisruptionBudgets, tokens with the rules of their roles, and TLS. Not kept: strategic merge patch, and
+merge patch, the subresources `status` and `scale`, label selectors, finalizers, garbage collection by ownerReferences,
+schemas of CustomResourceDefinitions, evictions that keep PodDisruptionBudgets, tokens with the rules of their roles, and TLS. Not kept: strategic merge patch, dry runs, discovery, orphans, and
 schemas and admission of built-in kinds.
 """
 
@@ -178,8 +178,6 @@ class ApiServer:
 
     async def _route(self, request: web.Request) -> web.StreamResponse:
         parts = [part for part in request.match_info["path"].split("/") if part]
-        if parts == ["version"]:
-            return web.json_response({"major": "1", "minor": "33", "gitVersion": "v1.33.0"})
         if parts[:1] == ["api"] and len(parts) >= 2:
             group, version, rest = "", parts[1], parts[2:]
         elif parts[:1] == ["apis"] and len(parts) >= 3:
@@ -187,7 +185,7 @@ class ApiServer:
         else:
             raise Refused(404, "NotFound", "the server could not find the requested resource")
         if not rest:
-            return web.json_response(self._resources(group, version))
+            raise Refused(404, "NotFound", "the server could not find the requested resource")
         namespace = ""
         if len(rest) >= 3 and rest[0] == "namespaces":
             namespace, rest = rest[1], rest[2:]
@@ -226,7 +224,6 @@ class ApiServer:
         self, request: web.Request, verb: str, kind: Kind, name: Name, subresource: str
     ) -> web.StreamResponse:
         manager = manager_of(request, subresource)
-        dry_run = request.query.get("dryRun") == "All"
         if verb == "get":
             stored = self.store.get(kind, name)
             return web.json_response(
@@ -234,7 +231,6 @@ class ApiServer:
             )
         if verb == "delete":
             options = json.loads(await request.read() or b"{}")
-            options |= {key: value for key, value in request.query.items() if key == "propagationPolicy"}
             return web.json_response(self.store.delete(kind, name, options).shown())
         body = object_of(await request.read())
         if not subresource:
@@ -243,12 +239,10 @@ class ApiServer:
             evict(self.store, kind, name, body)
             return web.json_response({"kind": "Status", "apiVersion": "v1", "status": "Success"}, status=201)
         if verb == "create":
-            stored = self.store.create(kind, name[0], body, manager, dry_run=dry_run)
+            stored = self.store.create(kind, name[0], body, manager)
             return web.json_response(stored.shown(), status=201)
         if verb == "update" and subresource != "scale":
-            stored = self.store.change(
-                kind, name, lambda _: body, manager, subresource=subresource, dry_run=dry_run
-            )
+            stored = self.store.change(kind, name, lambda _: body, manager, subresource=subresource)
             return web.json_response(stored.shown())
         content = request.content_type
         if subresource == "scale":
@@ -257,22 +251,21 @@ class ApiServer:
                 name,
                 lambda live: edited_scale(kind, live, body, is_patch=verb == "patch"),
                 manager,
-                dry_run=dry_run,
             )
             return web.json_response(scale_of(kind, stored.body))
         if content == _MERGE:
             stored = self.store.change(
-                kind, name, lambda live: merge(live, body), manager, subresource=subresource, dry_run=dry_run
+                kind, name, lambda live: merge(live, body), manager, subresource=subresource
             )
             return web.json_response(stored.shown())
         if content == _APPLY:
-            return self._apply(request, kind, name, subresource, body, dry_run=dry_run)
+            return self._apply(request, kind, name, subresource, body)
         raise Refused(
             415, "UnsupportedMediaType", f"the body of the request was in an unknown format - accepted media types include: {_MERGE}, {_APPLY}"
         )  # fmt: skip
 
     def _apply(
-        self, request: web.Request, kind: Kind, name: Name, subresource: str, body: Object, *, dry_run: bool
+        self, request: web.Request, kind: Kind, name: Name, subresource: str, body: Object
     ) -> web.StreamResponse:
         if "fieldManager" not in request.query:
             raise Refused(
@@ -292,7 +285,7 @@ class ApiServer:
             if subresource:
                 raise
             self._authorize(request, "create", kind, "", (name[0], ""))
-            stored = self.store.create(kind, name[0], body, manager, dry_run=dry_run)
+            stored = self.store.create(kind, name[0], body, manager)
             return web.json_response(stored.shown(), status=201)
         owners = copy.deepcopy(stored.owners)
         wanted = copy.deepcopy(body)
@@ -305,13 +298,11 @@ class ApiServer:
         result["metadata"].pop("resourceVersion", None)
         if "resourceVersion" in body["metadata"]:
             result["metadata"]["resourceVersion"] = body["metadata"]["resourceVersion"]
-        stored = self.store.change(
-            kind, name, lambda _: result, None, subresource=subresource, owners=owners, dry_run=dry_run
-        )
+        stored = self.store.change(kind, name, lambda _: result, None, subresource=subresource, owners=owners)
         return web.json_response(stored.shown())
 
     def _list(self, request: web.Request, kind: Kind, namespace: str | None) -> Object:
-        selector = Selector(request.query.get("labelSelector", ""), request.query.get("fieldSelector", ""))
+        selector = Selector(request.query.get("labelSelector", ""))
         token = request.query.get("continue")
         if token is not None:
             if token not in self._pages or self._pages[token][0] < self.store.oldest:
@@ -339,7 +330,7 @@ class ApiServer:
         }
 
     async def _watch(self, request: web.Request, kind: Kind, namespace: str | None) -> web.StreamResponse:
-        selector = Selector(request.query.get("labelSelector", ""), request.query.get("fieldSelector", ""))
+        selector = Selector(request.query.get("labelSelector", ""))
         revision = int(request.query.get("resourceVersion") or self.store.revision)
         self.store.since(revision)  # refused before the answer begins
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -398,31 +389,3 @@ class ApiServer:
                     "type": "BOOKMARK",
                     "object": {"kind": kind.name, "apiVersion": kind.api_version, "metadata": metadata},
                 }
-
-    def _resources(self, group: str, version: str) -> Object:
-        kinds = self.store.kinds.of(group, version)
-        if not kinds:
-            raise Refused(404, "NotFound", "the server could not find the requested resource")
-        verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
-        resources: list[Any] = []
-        for kind in kinds:
-            one = {
-                "name": kind.plural,
-                "kind": kind.name,
-                "namespaced": kind.is_namespaced,
-                "singularName": "",
-                "verbs": verbs,
-            }
-            resources.append(one)
-            parts = [name for name, has in (("status", kind.has_status), ("scale", kind.scale)) if has]
-            resources += [
-                {**one, "name": f"{kind.plural}/{name}", "verbs": ["get", "patch", "update"]}
-                for name in parts
-            ]
-        api_version = f"{group}/{version}" if group else version
-        return {
-            "kind": "APIResourceList",
-            "apiVersion": "v1",
-            "groupVersion": api_version,
-            "resources": resources,
-        }

@@ -40,7 +40,7 @@ def is_ready(pod: Object) -> bool:
 def _check(store: Store, pods: Kind, budget: Object, pod: Object) -> None:
     """Refuse where the budget has no disruption left, as its controller counts them."""
     labels = ",".join(f"{key}={value}" for key, value in budget["spec"]["selector"]["matchLabels"].items())
-    selector = Selector(labels, "")
+    selector = Selector(labels)
     if not selector.matches(pod):
         return
     covered = [

@@ -19,6 +19,7 @@ Name = tuple[str, str]
 """Namespace, empty for kinds without one, and name."""
 _DEFINITIONS = ("apiextensions.k8s.io", "customresourcedefinitions")
 _NAME_CHARACTERS_MAX = 253
+_HISTORY_MAX = 10_000
 _ANNOTATION_BYTES_MAX = 256 << 10
 
 
@@ -52,7 +53,7 @@ class Event:
 class Store:
     """All objects. One event loop owns it."""
 
-    def __init__(self, *, history_max: int = 10_000) -> None:
+    def __init__(self) -> None:
         self.kinds = Kinds()
         self.revision = 100
         self.oldest = 100
@@ -60,7 +61,6 @@ class Store:
         self.history: deque[Event] = deque()
         self.changed = asyncio.Event()
         """Set, and replaced, with each change."""
-        self._history_max = history_max
         self._objects: dict[tuple[str, str], dict[Name, Stored]] = {}
 
     def get(self, kind: Kind, name: Name) -> Stored:
@@ -74,13 +74,9 @@ class Store:
         objects = self._objects.get(kind.key, {})
         return [objects[name] for name in sorted(objects) if namespace is None or name[0] == namespace]
 
-    def create(
-        self, kind: Kind, namespace: str, body: Object, manager: Manager, *, dry_run: bool = False
-    ) -> Stored:
+    def create(self, kind: Kind, namespace: str, body: Object, manager: Manager) -> Stored:
         body = copy.deepcopy(body)
         metadata = body.setdefault("metadata", {})
-        if "generateName" in metadata and "name" not in metadata:
-            metadata["name"] = metadata["generateName"] + uuid.uuid4().hex[:5]
         if metadata.get("namespace", namespace) != namespace:
             raise Refused(
                 400,
@@ -105,11 +101,10 @@ class Store:
         body = self._checked(kind, body)
         stored = Stored(body)
         fields.update(stored.owners, manager, {}, body)
-        if not dry_run:
-            objects[namespace, name] = stored
-            self._note("ADDED", kind, stored, None)
-            if kind.key == _DEFINITIONS:
-                self._establish(kind, stored)
+        objects[namespace, name] = stored
+        self._note("ADDED", kind, stored, None)
+        if kind.key == _DEFINITIONS:
+            self._establish(kind, stored)
         return stored
 
     def change(
@@ -121,7 +116,6 @@ class Store:
         *,
         subresource: str = "",
         owners: Owners | None = None,
-        dry_run: bool = False,
     ) -> Stored:
         """Replace an object by what `edit` makes of it; what its resource does not own stays as it was.
 
@@ -146,13 +140,10 @@ class Store:
             fields.update(new_owners, manager, before, after)
         is_same = _without_revision(after) == _without_revision(before)
         if is_same and new_owners.keys() == stored.owners.keys():
-            if not dry_run:
-                stored.owners = new_owners
+            stored.owners = new_owners
             return stored
         if _spec_of(after) != _spec_of(before):
             after["metadata"]["generation"] = before["metadata"].get("generation", 1) + 1
-        if dry_run:
-            return Stored(after, new_owners)
         stored.body, stored.owners = after, new_owners
         if "deletionTimestamp" in after["metadata"] and not after["metadata"].get("finalizers"):
             self._remove(kind, name)
@@ -171,9 +162,6 @@ class Store:
             raise stale(_plural(kind), name[1])
         if wanted.get("resourceVersion", metadata["resourceVersion"]) != metadata["resourceVersion"]:
             raise stale(_plural(kind), name[1])
-        policy = options.get("propagationPolicy", "Background")
-        if policy == "Orphan":
-            self._orphan(stored.uid)
         grace_s = options.get("gracePeriodSeconds")
         if grace_s is None and kind.key == ("", "pods"):
             grace_s = stored.body.get("spec", {}).get("terminationGracePeriodSeconds", 0)
@@ -255,23 +243,11 @@ class Store:
                     if kind is not None and "deletionTimestamp" not in stored.body["metadata"]:
                         self.delete(kind, name, {})
 
-    def collect(self) -> None:
-        """Run the garbage collector once, as it does by itself after each deletion."""
-        self._collect()
-
-    def _orphan(self, uid: str) -> None:
-        for objects in self._objects.values():
-            for stored in objects.values():
-                references = stored.body["metadata"].get("ownerReferences") or []
-                kept = [each for each in references if each["uid"] != uid]
-                if kept != references:
-                    stored.body["metadata"]["ownerReferences"] = kept
-
     def _note(self, type_: str, kind: Kind, stored: Stored, before: Object | None) -> None:
         self.revision += 1
         stored.body["metadata"]["resourceVersion"] = str(self.revision)
         self.history.append(Event(self.revision, kind.key, type_, stored.shown(), before))
-        if len(self.history) > self._history_max:
+        if len(self.history) > _HISTORY_MAX:
             self.oldest = self.history.popleft().revision
         self._wake()
 

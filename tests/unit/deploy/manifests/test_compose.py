@@ -8,9 +8,8 @@ import yaml
 
 from penstock import cli
 from penstock.cli import make_parser
-from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.compose import compose_file
-from penstock.deploy.manifests.options import Cache, Mount, RenderOptions
+from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.supervisor.local_part import LocalPart
 from penstock.graph import Graph, Overrides, build, load
 from tests.support.rendered import EXAMPLES, example
@@ -116,26 +115,6 @@ def test_text_of_the_graph_is_no_variable() -> None:
     text = compose_file(build({"model": "demo", "served_name": "${HOME} $(x) {{ y }}"}), RenderOptions())
     content = yaml.safe_load(text)["configs"]["graph-yaml"]["content"]
     assert "$${HOME} $$(x) {{ y }}" in content
-
-
-@pytest.mark.parametrize(
-    ("options", "changes", "line"),
-    [
-        ({"mounts": [Mount.read("/k=secret:x")]}, {}, "--mount /k=secret:x: compose has no secret; mount a directory of the host"),
-        ({"cache": Cache.read("size:1Gi")}, {}, "--cache size:1Gi: volumes of compose have no size"),
-        ({}, {"runtime": {"discovery": "kubernetes"}}, "runtime.discovery: kubernetes: containers of one host need no cluster"),
-        ({}, {"frontend": {"api_key_file": "/k/keys"}}, "frontend.api_key_file: /k/keys: no pod has it"),
-        (
-            {},
-            {"roles": {"aggregated": {"engine": "vllm", "hardware": "h100", "tensor_parallel": 8, "replicas": 2}}, "model": "o/m"},
-            "roles.aggregated: worker 2 of 2 would get GPUs 8 to 15, but a machine with h100 has 8",
-        ),
-    ],
-)  # fmt: skip
-def test_what_no_container_of_one_host_could_have(options: dict, changes: dict, line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_file(build({"model": "demo"} | changes), RenderOptions.model_validate(options))
-    assert caught.value.message.startswith(line)
 
 
 def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

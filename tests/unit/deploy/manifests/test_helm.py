@@ -135,16 +135,8 @@ def test_only_a_chart_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
-    for flags, line in (
-        (
-            ["--target", "helm"],
-            "--target helm: a chart is a directory; name it by --output, as --output chart",
-        ),
-        (["--target", "helm", "--output", str(other)], f"--output: {other}: has files and no Chart.yaml"),
-        (["--output", "x"], "--output: x: is of --target helm; others are printed"),
-    ):
-        assert cli.main(["render", graph, *flags]) == 2
-        assert capsys.readouterr().err.startswith(f"penstock: {line}")
+    assert cli.main(["render", graph, "--target", "helm", "--output", str(other)]) == 2
+    assert f"--output: {other}: has files and no Chart.yaml" in capsys.readouterr().err
     for _ in range(2):
         assert cli.main(["render", graph, "--target", "helm", "--output", str(tmp_path / "chart")]) == 0
     assert (

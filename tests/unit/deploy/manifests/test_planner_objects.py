@@ -3,10 +3,6 @@
 import pytest
 import yaml
 
-from penstock.core.errors import ConfigError
-from penstock.deploy.manifests.kubernetes import kubernetes_objects
-from penstock.deploy.manifests.options import RenderOptions
-from penstock.deploy.manifests.targets import manifest
 from penstock.deploy.operator.desired import Desired
 from penstock.graph import Graph
 
@@ -56,27 +52,6 @@ def test_the_operator_gives_a_graph_with_a_planner_one_pod_that_may_scale_its_ro
 
 def test_without_a_planner_there_is_nothing_of_it():
     assert not [each for each in desired().objects if "planner" in str(each["metadata"]["name"])]
-
-
-def test_without_the_operator_a_planner_is_refused():
-    graph = Graph.parse(
-        {"name": "chat", "model": "demo", "roles": {"aggregated": {"engine": "mock"}}, "planner": {}},
-        source="graph",
-    )
-    with pytest.raises(ConfigError, match="apply the graph as a PenstockGraph"):
-        kubernetes_objects(graph, RenderOptions())
-
-
-@pytest.mark.parametrize("target", ["kubernetes", "compose"])
-def test_a_manifest_has_no_roles_that_a_planner_of_the_operator_could_scale(target):
-    planner = {"scales": "pods", "address": "tcp://chat-planner:7404"}
-    runtime = {"discovery": "etcd", "urls": ["http://etcd:2379"]}
-    graph = Graph.parse(
-        {"name": "chat", "model": "demo", "roles": {"aggregated": {"engine": "mock"}}, "planner": planner, "runtime": runtime},
-        source="graph",
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"planner.scales: pods: .*; apply the graph as a PenstockGraph"):
-        manifest(target, graph, RenderOptions())
 
 
 @pytest.mark.parametrize(

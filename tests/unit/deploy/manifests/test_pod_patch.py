@@ -7,7 +7,7 @@ import yaml
 
 from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.options import RenderOptions
-from penstock.deploy.manifests.targets import manifest, write_chart
+from penstock.deploy.manifests.targets import write_chart
 from penstock.deploy.operator.desired import Desired
 from penstock.graph import Graph
 from tests.support.rendered import by_kind, objects_of, pods, validate
@@ -273,17 +273,3 @@ def test_a_chart_has_them_in_its_templates(tmp_path: Path) -> None:
     assert "penstock.dev/graph-checksum" in text
     values = yaml.safe_load((tmp_path / "chart" / "values.yaml").read_text())
     assert "kubernetes" not in values["graph"]
-
-
-@pytest.mark.parametrize("target", ["compose", "slurm"])
-def test_targets_without_pods_refuse_them(target: str) -> None:
-    graph = Graph.model_validate(
-        {"model": "demo", "kubernetes": {}, "roles": {"aggregated": {"kubernetes": {"pod": POOL}}}}
-    )
-    with pytest.raises(ConfigError) as caught:
-        manifest(target, graph, RenderOptions())
-    first, second = str(caught.value).splitlines()
-    assert first.startswith(
-        f"kubernetes: (a mapping): --target {target} makes no pods; leave it out, as by --set"
-    )
-    assert second.startswith("roles.aggregated.kubernetes: ")
