@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from tests.support.cable import Cable, bad_cable, cable
-from tests.support.host import TOKENS, Host, text_of, until
+from tests.support.host import Host, text_of, until
 
 GRAPH = Path(__file__).parents[3] / "examples" / "two_hosts.yaml"
 FIRST, SECOND = "worker-1@host-a", "worker-1@host-b"
+TOKENS = 300
 
 
 class Pair:
@@ -56,7 +57,7 @@ class Pair:
 
     def begin_streams(self, count: int) -> list[Any]:
         """Begin streams at both workers."""
-        streams = [self.first.stream(self.url) for _ in range(count)]
+        streams = [self.first.stream(self.url, TOKENS) for _ in range(count)]
 
         def all_run() -> bool:
             running = [(each["load"] or {}).get("running_requests", 0) for each in self.workers().values()]
@@ -67,7 +68,7 @@ class Pair:
 
     def undisturbed(self) -> tuple[str, int]:
         """Give the text of a stream and its tokens, while nothing is wrong."""
-        text = text_of(self.second.stream(self.url))
+        text = text_of(self.second.stream(self.url, TOKENS))
         assert text[1] == TOKENS
         return text
 

@@ -23,7 +23,7 @@ WATCHES = {"kubernetes": "watch=1", "etcd": "/v3/watch", "nats": "", "local": ""
 """What the connections of a watch begin with, where others can be told from them."""
 
 
-@pytest.mark.parametrize("fault", ["forgotten", "cut"])
+@pytest.mark.parametrize("fault", ["forgotten", pytest.param("cut", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "discovery",
     ["etcd", *(pytest.param(name, marks=pytest.mark.nightly) for name in REGISTRIES if name != "etcd")],

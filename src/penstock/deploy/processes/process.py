@@ -42,7 +42,7 @@ def main() -> int:
     if assignment is None:
         return EXIT_FAILED
     _die_with(assignment.common.supervisor_pid)
-    _set_name(assignment.name)
+    set_name(assignment.name)
     _allow_many_files()
     if assignment.cores:
         os.sched_setaffinity(0, assignment.cores)
@@ -100,7 +100,7 @@ def _die_with(supervisor_pid: int) -> None:
         os._exit(EXIT_FAILED)  # the supervisor ended before prctl
 
 
-def _set_name(name: str) -> None:
+def set_name(name: str) -> None:
     """Set the name that `top` and `ps -o comm` show, also of a process that was a spare; Linux keeps 15 bytes."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 

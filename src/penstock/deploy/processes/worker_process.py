@@ -197,7 +197,7 @@ def _prices(role: RoleSpec, model_dir: Path) -> Prices | None:
 async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell, control: Control) -> None:
     await worker.ready.wait()
     assert worker.instance is not None, "ready"
-    control.pulse = partial(_pulse, engine)
+    control.pulse = partial(pulse, engine)
     worker.on_health = lambda problem: tell(Health(problem=problem or ""))
     instance = worker.instance
     blocks = instance.engine.total_blocks
@@ -249,7 +249,7 @@ def _tell_closing(tell: Tell, cause: BaseException | None) -> None:
     tell(Closing())
 
 
-def _pulse(engine: Engine) -> Beat:
+def pulse(engine: Engine) -> Beat:
     load = engine.load()
     return Beat(steps=load.steps, has_requests=load.running_requests + load.waiting_requests > 0)
 

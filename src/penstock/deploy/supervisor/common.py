@@ -59,7 +59,7 @@ async def create_shared(
     identity = Identity(process="supervisor", hash_key=hash_key, secret=secret)
     hub = None
     if spec.discovery == "local" and spec.join is None:
-        hub = await _start_hub(spec, identity, f"unix://{directory.path}/hub.sock", stack)
+        hub = await start_hub(spec, identity, f"unix://{directory.path}/hub.sock", stack)
     common = Common(
         graph_json=graph.model_dump_json(),
         runtime_dir=str(directory.path),
@@ -103,7 +103,7 @@ def worker_address(spec: RuntimeSpec) -> tuple[str, str]:
     return str(address), spec.advertise or ""
 
 
-async def _start_hub(spec: RuntimeSpec, identity: Identity, private: str, stack: AsyncExitStack) -> LocalHub:
+async def start_hub(spec: RuntimeSpec, identity: Identity, private: str, stack: AsyncExitStack) -> LocalHub:
     """Start the hub; one that other hosts reach keeps a registration for a lease, as networks break where processes live.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which deployment of a host a command means, and which of them lives."""
+"""Which deployment of a host a command means, which of them lives, and which frontend and certificate a command takes."""
 
 import os
 import re
@@ -8,86 +8,81 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.deploy.control.deployments import find_frontend
+from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.deploy.control.hosted import Supervisor, choose, hosted
 from penstock.deploy.control.record import DeploymentRecord, Origin, keep_record
 from penstock.deploy.group_file import keep_groups, living_groups, start_of
 from penstock.deploy.state import RuntimeDirectory
 
-NO_ORIGIN = None
+BLUE, GREEN = "http://127.0.0.1:9001", "https://127.0.0.1:9002"
 
 
 @pytest.fixture
-def short_path():
-    """Give a directory whose path leaves room for that of a socket."""
-    with tempfile.TemporaryDirectory(prefix="p-") as name:
-        yield Path(name)
+def place(monkeypatch):
+    """Give a function that makes the private directory of a deployment; its path leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory(prefix="p-") as parent:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", parent)
+        made = []
 
-
-@pytest.fixture
-def place(short_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    made = []
-
-    def make(name, origin=NO_ORIGIN, *, lives=True):
-        directory = RuntimeDirectory()
-        record = DeploymentRecord(name=name, pid=os.getpid(), started_s=1.0, stop_s_max=2.0, origin=origin)
-        keep_record(directory.path, record)
-        if lives:
+        def make(name, *, here=False, part=None, graph=None, pid=None, has_origin=True, **fields):
+            directory = RuntimeDirectory()
+            where = str(Path.cwd()) if here else "/elsewhere"
+            origin = Origin(file=f"/graphs/{graph or name}.yaml", directory=where, part=part)
+            record = DeploymentRecord(
+                name=name,
+                pid=pid or os.getpid(),
+                started_s=1.0,
+                stop_s_max=2.0,
+                origin=origin if has_origin else None,
+                **fields,
+            )
+            keep_record(directory.path, record)
             made.append(directory)
-        else:
-            os.close(directory._lock)  # as the kernel does after a kill
-        return directory.path
+            return directory.path
 
-    yield make
-    for directory in made:
-        directory.remove()
+        yield make
+        for directory in made:
+            directory.remove()
 
 
-def origin(name, directory="/elsewhere", part=None):
-    return Origin(file=f"/graphs/{name}.yaml", directory=directory, part=part)
+def kill(path):
+    """Have nobody hold a directory's lock, as after a kill."""
+    (path / "lock").rename(path / "lock-of-the-killed")
+    (path / "lock").touch()
 
 
-def test_the_living_come_first_and_the_killed_are_told_by_their_lock(place):
-    alive, killed = place("b"), place("a", lives=False)  # a start removes what was killed before
-    assert [(each.directory, each.name, each.is_live) for each in hosted()] == [
+def test_the_living_come_first_and_the_directories_of_the_killed_are_removed(place):
+    alive, killed = place("b"), place("a")
+    kill(killed)
+    living, dead = hosted()
+    assert [(each.directory, each.name, each.is_live) for each in (living, dead)] == [
         (alive, "b", True),
         (killed, "a", False),
     ]
-    assert hosted()[0].still_runs()
-    assert not hosted()[1].still_runs()
-
-
-def test_a_killed_deployments_directory_is_removed_and_a_living_ones_is_not(place):
-    alive, killed = place("b"), place("a", lives=False)  # a start removes what was killed before
-    living, dead = hosted()
-    assert dead.clean() == 0
-    assert living.clean() is None
-    assert not killed.exists()
-    assert alive.exists()
+    assert (living.still_runs(), dead.still_runs()) == (True, False)
+    assert (dead.clean(), living.clean()) == (0, None)
+    assert (killed.exists(), alive.exists()) == (False, True)
     assert dead.clean() is None
 
 
 def test_one_is_chosen_by_its_file_its_name_or_this_directory(place):
-    place("blue", origin("blue"))
-    place("green", origin("green", str(Path.cwd())))
+    place("blue")
+    place("green", here=True)
     found = hosted()
     assert choose(found, file=Path("/graphs/blue.yaml")).name == "blue"
     assert choose(found, name="blue").name == "blue"
     assert choose(found).name == "green", "of this directory"
     with pytest.raises(Unavailable, match=r"called red .*blue of /graphs/blue.yaml, green of"):
         choose(found, name="red")
-    place("green", origin("green2", str(Path.cwd())))
-    with pytest.raises(
-        ConfigError, match=r"2 deployments fit: green of /graphs/green.yaml .*, green of /graphs/green2"
-    ):
+    place("green", here=True, graph="green2")
+    said = r"2 deployments fit: green of /graphs/green.yaml .*, green of /graphs/green2"
+    with pytest.raises(ConfigError, match=said):
         choose(hosted(), name="green")
 
 
 def test_parts_of_one_deployment_are_told_apart(place):
-    paths = [
-        place("chat", origin("chat", str(Path.cwd()), part))
-        for part in (None, "aggregated=2", "prefill, decode")
-    ]
+    paths = [place("chat", here=True, part=part) for part in (None, "aggregated=2", "prefill, decode")]
     found = hosted()
     parts = ["all", "aggregated", "decode,prefill"]
     assert [choose(found, name="chat", part=part).directory for part in parts] == paths
@@ -100,21 +95,16 @@ def test_parts_of_one_deployment_are_told_apart(place):
         choose(found, name="chat", part="decode")
 
 
-def test_a_program_of_somebodys_own_gets_no_signal(place):
-    place("inside")
-    with pytest.raises(ConfigError, match="runs within a program"), Supervisor.of(hosted()[0]):
-        pass
-
-
-def test_a_process_that_does_not_hold_the_lock_gets_no_signal(place):
-    path = place("moved", origin("moved"))
-    keep_record(
-        path, DeploymentRecord(name="moved", pid=1, started_s=1.0, stop_s_max=2.0, origin=origin("moved"))
-    )
-    with (
-        pytest.raises(Unavailable, match="process 1 of this host is not its supervisor"),
-        Supervisor.of(hosted()[0]),
-    ):
+@pytest.mark.parametrize(
+    ("fields", "error", "said"),
+    [
+        ({"has_origin": False}, ConfigError, "runs within a program"),
+        ({"pid": 1}, Unavailable, "process 1 of this host is not its supervisor"),
+    ],
+)
+def test_who_is_not_its_supervisor_gets_no_signal(place, fields, error, said):
+    place("other", **fields)
+    with pytest.raises(error, match=said), Supervisor.of(hosted()[0]):
         pass
 
 
@@ -126,5 +116,51 @@ def test_a_group_whose_number_another_program_has_is_not_ours(tmp_path):
     keep_groups(tmp_path, {group: started + 1, 2**22 + 1: 5})
     assert living_groups(tmp_path) == ([] if start_of(group) is not None else [group])
     (tmp_path / "groups").write_text("no numbers\n")
-    assert living_groups(tmp_path) == []
-    assert living_groups(tmp_path / "absent") == []
+    assert living_groups(tmp_path) == living_groups(tmp_path / "absent") == []
+
+
+def test_without_a_deployment_a_frontend_is_at_port_8000(place):
+    assert find_frontend(None) == FrontendAddress("http://127.0.0.1:8000", is_guess=True)
+    place("workers")
+    assert find_frontend(None).is_guess, "workers alone have no frontend"
+    assert find_frontend("http://a:1/v1/") == FrontendAddress("http://a:1")
+
+
+def test_the_only_frontend_is_found_with_its_certificate(place):
+    place("workers")
+    place("green", url=GREEN, certificate="/tls/green.pem")
+    found = FrontendAddress(GREEN, name="green", certificate=Path("/tls/green.pem"))
+    assert find_frontend(None) == find_frontend(None, name="green") == found
+    assert find_frontend(GREEN) == FrontendAddress(GREEN, certificate=Path("/tls/green.pem"))
+    assert find_frontend("https://other:9002").certificate is None
+
+
+def test_of_several_frontends_one_is_named_or_was_started_here(place):
+    place("blue", url=BLUE)
+    place("green", url=GREEN)
+    with pytest.raises(ConfigError) as refused:
+        find_frontend(None)
+    assert refused.value.message == (
+        f"2 deployments fit: blue at {BLUE} of /graphs/blue.yaml (--part all, or {os.getpid()}), green at {GREEN} of"
+        f" /graphs/green.yaml (--part all, or {os.getpid()}); choose one by --name, --url or --part"
+    )
+    assert find_frontend(None, name="green").url == GREEN
+    assert find_frontend(BLUE, name="blue").url == BLUE
+    with pytest.raises(Unavailable, match=f"called blue at {GREEN} of this user"):
+        find_frontend(GREEN, name="blue")
+    place("here", url="http://127.0.0.1:9003", here=True)
+    assert find_frontend(None).name == "here"
+
+
+def test_a_part_without_frontends_says_so(place):
+    place("chat", url=BLUE, part="frontend")
+    place("chat", part="decode")
+    assert find_frontend(None, name="chat").url == BLUE
+    with pytest.raises(Unavailable, match="chat: no frontend of it runs on this host; name one of another"):
+        find_frontend(None, part="decode")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://a:b", "http://a:99999", "http://[::1"])
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(ConfigError, match=r"--url: .*expected a URL such as http"):
+        find_frontend(url)

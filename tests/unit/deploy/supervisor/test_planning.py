@@ -15,164 +15,113 @@ from penstock.graph import build
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.explain.entries import Round, read_entries
 from penstock.planner.observe.stream import ObservationStream
-from penstock.runtime.observations.windows import Digest, GpuUse, RequestWindow, WorkerWindow, bucket_of
-from penstock.sim.loop.loop import run_virtual
+from penstock.runtime.observations.windows import GpuUse, RequestWindow, WorkerWindow
 from tests.support.coroutines import virtual
+from tests.support.planner_world import digest
 
 A = Role.AGGREGATED
-LOG = "planner.jsonl"
 
 
-def digest(value, count):
-    return Digest(count=count, total=value * count, buckets={bucket_of(value): count})
+class Planned:
+    """A deployment in memory, and the planner of its graph."""
+
+    def __init__(self, log_path, planner, *, workers=1, **role):
+        graph = build(
+            {"model": "demo", "roles": {"aggregated": role}, "planner": planner, "slo": {"itl_s": 0.05}}
+        )
+        self.said, self.told, self.stream = [], [], ObservationStream()
+        self.connector = MemoryConnector({A: workers})
+        self.planning = make_planning(
+            graph,
+            graph.roles.present(),
+            self.connector,
+            self.stream,
+            model_dir=MODEL_DIR,
+            log_path=log_path,
+            say=lambda *line: self.said.append(" ".join(line)),
+            tell=self.told.append,
+        )
+
+    async def run(self, seconds, requests, worker):
+        """Plan while a frontend and a worker tell of each second; returns how many workers there are then.
+
+        Args:
+            requests: gives how many arrive in a second.
+            worker: gives a worker's window, or None.
+        """
+        with self.planning:
+            task = asyncio.create_task(self.planning.run())
+            for second in range(seconds):
+                count = requests(second)
+                lengths = {"input_tokens": digest(100, count), "output_tokens": digest(50, count)}
+                window = RequestWindow(seconds=1.0, arrivals=count, finished=count, **lengths)
+                self.stream.put("frontend-1", window)
+                if worker is not None:
+                    self.stream.put("aggregated-1", worker)
+                await asyncio.sleep(1)
+            task.cancel()
+        return len((await self.connector.scale()).replicas)
 
 
-def made(log_path, planner, connector, stream, *, tell=lambda _planned: None, **role):
-    said = []
-    graph = build(
-        {"model": "demo", "roles": {"aggregated": role}, "planner": planner, "slo": {"itl_s": 0.05}}
-    )
-    found = make_planning(
-        graph,
-        graph.roles.present(),
-        connector,
-        stream,
-        model_dir=MODEL_DIR,
-        log_path=log_path,
-        say=lambda *line: said.append(" ".join(line)),
-        tell=tell,
-    )
-    return found, said
+@pytest.fixture
+def log(tmp_path):
+    return tmp_path / "planner.jsonl"
 
 
 @virtual
-async def test_without_planner_in_the_graph_there_is_none(tmp_path):
-    found, said = made(tmp_path / LOG, None, MemoryConnector({A: 1}), ObservationStream())
-    assert found is None
-    assert not said
+async def test_without_planner_in_the_graph_there_is_none(log):
+    planned = Planned(log, None)
+    assert planned.planning is None
+    assert not planned.said
 
 
 @virtual
-async def test_a_data_sheet_is_warned_of_once_and_a_mock_engine_is_not(tmp_path):
-    _, said = made(tmp_path / LOG, {"max_workers": 3}, MemoryConnector({A: 1}), ObservationStream())
+async def test_a_data_sheet_is_warned_of_once_and_a_mock_engine_is_not(log):
+    said = Planned(log, {"max_workers": 3}).said
     assert said[0].startswith("planner starting 1 to 3 aggregated for TTFT 2000 ms and ITL 50 ms of 90 %")
     assert [line for line in said if "has no profile" in line] == said[1:]
-    _, said = made(
-        tmp_path / LOG, {"max_workers": 3}, MemoryConnector({A: 1}), ObservationStream(), engine="mock"
-    )
+    said = Planned(log, {"max_workers": 3}, engine="mock").said
     assert not any("has no profile" in line for line in said)
 
 
 @virtual
-async def test_windows_of_processes_scale_a_deployment_and_the_change_is_said(tmp_path):
-    connector, stream = MemoryConnector({A: 1}), ObservationStream()
-    planner, said = made(
-        tmp_path / LOG, {"max_workers": 4}, connector, stream, engine="mock", mock={"timing": {"step_s": 0.02}},
-        max_running_requests=4,
-    )  # fmt: skip
-    window = RequestWindow(
-        seconds=1.0, arrivals=6, finished=6, input_tokens=digest(100, 6), output_tokens=digest(50, 6)
-    )
-    with planner:
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(planner.run())
-            for second in range(60):
-                stream.put("frontend-1", window)
-                stream.put("aggregated-1", WorkerWindow(seconds=1.0, role=A, ready_s=second))
-                await asyncio.sleep(1)
-            task.cancel()
-    assert len((await connector.scale()).replicas) == 4
-    assert any(line.startswith("planner scales 3 aggregated more") for line in said), said
+async def test_steps_that_are_slower_than_set_add_workers(log):
+    counts = []
+    for step_s in (0.01, 0.04):
+        planned = Planned(log, {"max_workers": 16}, engine="mock", mock={"timing": {"step_s": 0.01}})
+        steps = digest(step_s, 30)
+        worker = WorkerWindow(seconds=1.0, role=A, ready_s=100.0, step_s=steps, running_requests=20)
+        counts.append(await planned.run(60, lambda _: 60, worker))
+    assert counts[0] < counts[1]
 
 
-def test_steps_that_are_slower_than_set_add_workers(tmp_path):
-    async def main(step_s):
-        connector, stream = MemoryConnector({A: 1}), ObservationStream()
-        planner, _ = made(
-            tmp_path / LOG,
-            {"max_workers": 16},
-            connector,
-            stream,
-            engine="mock",
-            mock={"timing": {"step_s": 0.01}},
-        )
-        window = RequestWindow(
-            seconds=1.0, arrivals=60, finished=60, input_tokens=digest(100, 60), output_tokens=digest(50, 60)
-        )
-        worker = WorkerWindow(
-            seconds=1.0, role=A, ready_s=100.0, step_s=digest(step_s, 30), running_requests=20
-        )
-        with planner:
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(planner.run())
-                for _ in range(60):
-                    stream.put("frontend-1", window)
-                    stream.put("aggregated-1", worker)
-                    await asyncio.sleep(1)
-                task.cancel()
-        return len((await connector.scale()).replicas)
-
-    assert run_virtual(main(0.04)) > run_virtual(main(0.01))
+@pytest.mark.parametrize("dry_run", [False, True])
+@virtual
+async def test_each_change_or_what_a_dry_run_would_change_is_said_once(log, dry_run):
+    settings = {"max_workers": 4, "act": {"dry_run": dry_run}}
+    planned = Planned(log, settings, engine="mock", max_running_requests=4)
+    workers = await planned.run(90, lambda second: 200 if second < 60 else 1, None)
+    verb = "would" if dry_run else "scales"
+    lines = [line for line in planned.said if line.startswith(f"planner {verb}")]
+    assert [line.count("3 aggregated more") for line in lines] == [1], planned.said
+    assert workers == (1 if dry_run else 4)
 
 
-def test_a_dry_run_says_each_change_once(tmp_path):
-    async def main():
-        connector, stream = MemoryConnector({A: 1}), ObservationStream()
-        planning, said = made(
-            tmp_path / LOG, {"max_workers": 4, "act": {"dry_run": True}}, connector, stream, engine="mock", max_running_requests=4,
-        )  # fmt: skip
-        with planning:
-            task = asyncio.create_task(planning.run())
-            for second in range(120):
-                count = 200 if second < 60 else 1
-                window = RequestWindow(
-                    seconds=1.0,
-                    arrivals=count,
-                    input_tokens=digest(100, count),
-                    output_tokens=digest(50, count),
-                )
-                stream.put("frontend-1", window)
-                await asyncio.sleep(1)
-            task.cancel()
-        assert len((await connector.scale()).replicas) == 1
-        return [line for line in said if line.startswith("planner would")]
-
-    lines = run_virtual(main())
-    assert [line.count("3 aggregated more") for line in lines] == [1], lines
-
-
-def test_the_power_of_gpus_and_a_rehearsal_are_told(tmp_path):
+@virtual
+async def test_the_power_of_gpus_and_a_rehearsal_are_told(log):
     """What workers draw goes from their windows to the frontend's metrics, and to `penstock planner why`."""
-    told, registry = [], CollectorRegistry()
-
-    async def main():
-        connector, stream = MemoryConnector({A: 2}), ObservationStream()
-        planning, _ = made(
-            tmp_path / LOG, {"rehearse_s": 20, "cool_down_s": 40}, connector, stream, engine="mock", tell=told.append,
-        )  # fmt: skip
-        use = GpuUse(watts=512.0, limit_watts=700.0, utilization=0.8)
-        window = RequestWindow(
-            seconds=1.0, arrivals=2, finished=2, input_tokens=digest(100, 2), output_tokens=digest(50, 2)
-        )
-        with planning:
-            task = asyncio.create_task(planning.run())
-            for second in range(90):
-                stream.put("frontend-1", window)
-                stream.put("aggregated-1", WorkerWindow(seconds=1.0, role=A, ready_s=60.0 + second, gpu=use))
-                await asyncio.sleep(1)
-            task.cancel()
-        assert len((await connector.scale()).replicas) == 1
-
-    run_virtual(main())
+    registry = CollectorRegistry()
+    planned = Planned(log, {"rehearse_s": 20, "cool_down_s": 40}, workers=2, engine="mock")
+    use = GpuUse(watts=512.0, limit_watts=700.0, utilization=0.8)
+    worker = WorkerWindow(seconds=1.0, role=A, ready_s=60.0, gpu=use)
+    assert await planned.run(90, lambda _: 2, worker) == 1
     metrics = PlannerMetrics(registry)
-    for planned in told:
-        metrics.take(planned)
-    assert registry.get_sample_value("penstock_planner_gpu_watts", {"role": "aggregated"}) == 512.0
-    assert registry.get_sample_value(
-        "penstock_planner_gpu_utilization", {"role": "aggregated"}
-    ) == pytest.approx(0.8)
-    rounds = [entry for entry in read_entries(tmp_path / LOG) if isinstance(entry, Round)]
-    change = next(entry for entry in rounds if entry.record.retires)
-    text = "\n".join(paragraphs(change))
+    for told in planned.told:
+        metrics.take(told)
+    role = {"role": "aggregated"}
+    assert registry.get_sample_value("penstock_planner_gpu_watts", role) == 512.0
+    assert registry.get_sample_value("penstock_planner_gpu_utilization", role) == pytest.approx(0.8)
+    rounds = [entry for entry in read_entries(log) if isinstance(entry, Round)]
+    text = "\n".join(paragraphs(next(entry for entry in rounds if entry.record.retires)))
     assert "GPUs at 512 W and 80%" in text
     assert re.search(r"simulated +\d+ requests over \d+ s on 1 aggregated: 0 late, TTFT", text), text

@@ -1,0 +1,116 @@
+"""What processes of a deployment are called, what they say of themselves, and what they import."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from structlog.testing import capture_logs
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.types.load import WorkerLoad
+from penstock.demo import MODEL_DIR
+from penstock.deploy.causes import cause_of
+from penstock.deploy.messages import Beat, Failed
+from penstock.deploy.processes.engine_spec import engine_spec
+from penstock.deploy.processes.process import set_name
+from penstock.deploy.processes.report import report_of
+from penstock.deploy.processes.tracing import tracing
+from penstock.deploy.processes.worker_process import check_peers, pulse
+from penstock.deploy.supervisor.child import command_line
+from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.registry import create_engine
+from penstock.graph import Graph, RoleSpec
+from penstock.runtime import spans
+from penstock.runtime.config import TracingConfig
+
+
+def test_operators_tell_processes_apart_by_their_names_in_ps():
+    assert command_line(19, "worker-1", [])[-2:] == ["19", "worker-1"]
+    assert command_line(19, "spare", ["torch"])[-3:] == ["19", "spare", "torch"]
+    names = []
+
+    def rename():
+        set_name("worker-2")  # as a spare does once it is assigned
+        names.append(Path("/proc/thread-self/comm").read_text(encoding="utf-8").strip())
+
+    thread = threading.Thread(target=rename)
+    thread.start()
+    thread.join()
+    assert names == ["worker-2"]
+
+
+def test_a_group_of_errors_has_the_cause_that_is_clear():
+    unclear, clear = ValueError("x"), ConfigError("no weights")
+    nested = ExceptionGroup("h", [clear, Unavailable("later")])
+    assert cause_of(unclear) is cause_of(ExceptionGroup("g", [ExceptionGroup("h", [unclear])])) is unclear
+    assert cause_of(ExceptionGroup("g", [unclear, nested])) is clear
+    several = ExceptionGroup("g", [unclear, KeyError("y")])
+    assert cause_of(several) is several
+
+
+@pytest.mark.parametrize(
+    ("error", "report"),
+    [
+        (ExceptionGroup("g", [ConfigError("no weights")]), Failed(message="no weights", config=True)),
+        (Unavailable("later"), Failed(message="later", outside=True)),
+        (KeyError("x"), Failed(message="KeyError: 'x'")),
+    ],
+)
+def test_a_report_says_whether_a_restart_may_help(error, report):
+    assert report_of(error) == report
+
+
+@pytest.mark.parametrize(
+    ("load", "beat"),
+    [
+        (WorkerLoad(steps=3), Beat(steps=3)),
+        (WorkerLoad(steps=3, running_requests=1), Beat(steps=3, has_requests=True)),
+        (WorkerLoad(steps=3, waiting_requests=1), Beat(steps=3, has_requests=True)),
+    ],
+)
+def test_a_heartbeat_says_how_far_the_engine_is(load, beat):
+    assert pulse(SimpleNamespace(load=lambda: load)) == beat
+
+
+@pytest.mark.parametrize(
+    ("engine", "peers", "warns"), [("openai", True, True), ("openai", False, False), ("mock", True, False)]
+)
+def test_peers_of_an_engine_that_shows_no_blocks_are_warned_of(engine, peers, warns):
+    graph = Graph.model_validate({"model": "m", "worker": {"kv_transfer": {"peers": peers}}})
+    args = {"engine_args": {"url": "http://127.0.0.1:1"}} if engine == "openai" else {}
+    role = RoleSpec(engine=engine, **args)
+    made = create_engine(engine, engine_spec(graph, role, Checkpoint.open(str(MODEL_DIR))))
+    with capture_logs() as logged:
+        check_peers(graph, role, made)
+    assert [line["event"] for line in logged] == ["kv_peers_without_effect"] * warns
+    assert all("use engine paged or mock" in line["fix"] for line in logged)
+
+
+def test_traces_without_the_extra_are_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+
+    async def main():
+        async with tracing(TracingConfig(), "service", "process"):
+            pass
+
+    with pytest.raises(ConfigError, match=r"pip install 'penstock-llm\[otel\]'"):
+        asyncio.run(main())
+    assert not spans.is_recording()
+
+
+@pytest.mark.slow
+def test_without_the_setting_no_module_of_opentelemetry_is_imported():
+    script = (
+        "import asyncio, sys\n"
+        "from penstock.deploy.processes import frontend_process, worker_process\n"
+        "from penstock.deploy.processes.tracing import tracing\n"
+        "async def main():\n"
+        "    async with tracing(None, 's', 'p'): pass\n"
+        "asyncio.run(main())\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry.sdk')]\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
