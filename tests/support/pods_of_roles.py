@@ -10,6 +10,7 @@ from penstock.core.types.scaling import ReplicaState, Scale
 from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
 from penstock.deploy.hosts.roles import ROLES
 from penstock.deploy.operator.definitions import definitions
+from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
 from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.kubernetes.client import KubernetesClient, Resource
 from tests.support.kubernetes.api_server import ApiServer
@@ -27,6 +28,8 @@ class Pods:
     def __init__(self, server: ApiServer, client: KubernetesClient, connector: KubernetesConnector) -> None:
         self.server, self.client, self.connector = server, client, connector
         self.pods: dict[Role, dict[str, asyncio.Event]] = {}
+        self.hosts: dict[str, WorkerPool] = {}
+        """The workers of each pod so far, by its name."""
         self.is_stateful = False
         self.is_paused = False
         """Nothing starts and nothing ends: who makes the pods is away."""
@@ -42,7 +45,7 @@ class Pods:
                         name = f"{GRAPH}-{role}-{len(pods) if self.is_stateful else f'x-{self._made}'}"
                         self._made += 1
                         pods[name] = asyncio.Event()
-                        group.create_task(self._run_pod(role, name, pods[name]))
+                        group.create_task(self.run_pod(role, name, pods[name]))
                     # A pod from before `is_stateful` was set has no ordinal, and is none of the last.
                     last = sorted(pods, key=lambda name: ("-x-" not in name, name))[::-1]
                     named = (
@@ -54,14 +57,20 @@ class Pods:
                         pods.pop(name).set()
                 await asyncio.sleep(0.01)
 
-    async def _run_pod(self, role: Role, name: str, ends: asyncio.Event) -> None:
+    async def run_pod(self, role: Role, name: str, ends: asyncio.Event) -> None:
+        """Be a pod until it `ends`."""
         roles = {each.value: {"engine": "mock", "replicas": int(each is role)} for each in self.pods}
         scene = PoolScene(roles)
         scene.pool.define({role: scene.pool._roles[role]})  # what --run leaves
         async with scene.running() as pool:
+            self.hosts[name] = pool
             self.connector.join(name, pool, await pool.scale())
             await ends.wait()
         self.connector.leave(name, on_purpose=True)
+
+    def pod_of(self, role: Role, worker: str) -> str:
+        """Give the pod of a worker."""
+        return next(name for name in self.pods[role] if self.connector.label(name, "") == worker)
 
 
 @asynccontextmanager
