@@ -1,6 +1,7 @@
 """The order of a rollout's steps, over a pool with processes by script and virtual time."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.messages import Drain, Failed
 from penstock.deploy.supervisor.rollout.rollout import Aim, Rollout
 from penstock.graph import Graph
-from penstock.sim.loop.loop import run_virtual
+from tests.support.coroutines import virtual
 from tests.support.scripted_pool import PoolScene, ScriptedProcess
 
 CPU = {"engine": "mock", "replicas": 2}
@@ -47,27 +48,25 @@ class Change:
         return sorted((worker.name, worker.template) for worker in self.pool.workers)
 
 
-def scene_of(roles, **options):
-    scene = PoolScene(roles, **options)
+def scene_of(roles, devices=None):
+    scene = PoolScene(roles, devices=devices)
     scene.roles = roles
     scene.specs = Graph.model_validate({"model": "m", "roles": roles}).roles.present()
     return scene
 
 
-def run(scene, change):
-    async def main():
-        async with scene.running() as pool:
-            await change(pool)
-            pool.check()
+@asynccontextmanager
+async def changing(before, *, devices=None, **options):
+    """Begin a rollout on a pool with workers of the roles before, and check the pool after the block."""
+    scene = scene_of(before, devices)
+    async with scene.running() as pool:
+        yield Change(scene, pool, **options)
+        pool.check()
 
-    run_virtual(main())
 
-
-def test_a_new_worker_is_ready_before_an_old_one_drains():
-    scene = scene_of({"aggregated": CPU})
-
-    async def change(pool):
-        done = Change(scene, pool)
+@virtual
+async def test_a_new_worker_is_ready_before_an_old_one_drains():
+    async with changing({"aggregated": CPU}) as done:
         await done.rollout.run()
         assert done.said == [
             "aggregated: worker-3 starts",
@@ -80,21 +79,15 @@ def test_a_new_worker_is_ready_before_an_old_one_drains():
         assert min(sum(each) for each in done.counts) == 2
         assert done.templates() == [("worker-2", "new"), ("worker-3", "new")]
 
-    run(scene, change)
 
-
-def test_without_room_an_old_worker_goes_first_and_never_two():
-    scene = scene_of({"aggregated": GPU}, devices=4)
-
-    async def change(pool):
-        done = Change(scene, pool)
+@virtual
+async def test_without_room_an_old_worker_goes_first_and_never_two():
+    async with changing({"aggregated": GPU}, devices=4) as done:
         done.rollout.check()
         await done.rollout.run()
         assert [sum(each) for each in done.counts] == [3, 4, 4] * 4
         assert {template for _, template in done.templates()} == {"new"}
         assert len(done.templates()) == 4
-
-    run(scene, change)
 
 
 @pytest.mark.parametrize(
@@ -110,82 +103,60 @@ def test_without_room_an_old_worker_goes_first_and_never_two():
         (CPU | {"engine": "paged", "kv": {"disk": "/d:1GiB"}}, None, False, "one after another, each old one draining first, as there is no room beside it"),
     ],
 )  # fmt: skip
-def test_the_order_is_told_by_the_room_that_there_is(role, devices, is_revision, order):
-    scene = scene_of({"aggregated": role}, **({} if devices is None else {"devices": devices}))
-
-    async def change(pool):
-        done = Change(scene, pool, is_revision=is_revision)
+@virtual
+async def test_the_order_is_told_by_the_room_that_there_is(role, devices, is_revision, order):
+    async with changing({"aggregated": role}, devices=devices, is_revision=is_revision) as done:
         assert done.rollout.order(list(Role)) == order
         assert done.rollout.order([Role.PREFILL]) in {"one after another", "beside the old ones, then switch"}
 
-    run(scene, change)
 
-
-def test_workers_of_another_revision_start_beside_the_old_ones_which_then_drain_for_long_all_at_once():
-    scene = scene_of(PAIR)
-
-    async def change(pool):
-        old = {worker.name: scene.processes[worker.name] for worker in pool.workers}
-        done = Change(scene, pool, is_revision=True)
+@virtual
+async def test_workers_of_another_revision_start_beside_the_old_ones_which_then_drain_for_long_all_at_once():
+    async with changing(PAIR, is_revision=True) as done:
+        old = {worker.name: done.scene.processes[worker.name] for worker in done.pool.workers}
         await done.rollout.run()
         assert done.counts == [(4, 2), (4, 2), (4, 4), (4, 4), (4, 4), (0, 4)]
         assert done.said[4].startswith("the new revision takes requests")
         assert all(process.told == [Drain(timeout_s=600.0)] for process in old.values())
         assert {template for _, template in done.templates()} == {"new"}
 
-    run(scene, change)
 
-
-def test_without_room_half_of_a_revision_makes_room_for_the_next():
-    scene = scene_of({"aggregated": GPU}, devices=4)
-
-    async def change(pool):
-        done = Change(scene, pool, is_revision=True)
+@virtual
+async def test_without_room_half_of_a_revision_makes_room_for_the_next():
+    async with changing({"aggregated": GPU}, devices=4, is_revision=True) as done:
         await done.rollout.run()
         before = [each for each in done.counts if each[0]]
         assert min(old for old, _ in before) == 2, "half of them serve until the other half is there"
         assert {template for _, template in done.templates()} == {"new"}
         assert len(done.templates()) == 4
 
-    run(scene, change)
 
-
-def test_the_only_worker_of_a_full_machine_is_refused_before_anything_happens():
-    scene = scene_of({"aggregated": GPU | {"replicas": 1}}, devices=1)
-
-    async def change(pool):
-        done = Change(scene, pool)
+@virtual
+async def test_the_only_worker_of_a_full_machine_is_refused_before_anything_happens():
+    async with changing({"aggregated": GPU | {"replicas": 1}}, devices=1) as done:
         with pytest.raises(RequestError, match=r"worker-1 is its only worker, and a new one finds no room"):
             done.rollout.check()
         assert done.templates() == [("worker-1", "old")]
 
-    run(scene, change)
-
 
 @pytest.mark.parametrize("kv", [{"host": "1GiB"}, {"disk": "/var/cache/kv:1GiB"}], ids=["host", "disk"])
-def test_a_worker_with_memory_or_files_of_its_own_ends_before_its_successor_begins(kv):
-    scene = scene_of({"aggregated": {"engine": "paged", "replicas": 2, "kv": kv, "replicas_max": 4}})
-
-    async def change(pool):
-        done = Change(scene, pool)
+@virtual
+async def test_a_worker_with_memory_or_files_of_its_own_ends_before_its_successor_begins(kv):
+    async with changing(
+        {"aggregated": {"engine": "paged", "replicas": 2, "kv": kv, "replicas_max": 4}}
+    ) as done:
         await done.rollout.run()
         assert max(sum(each) for each in done.counts) == 2
         assert done.templates() == [("worker-1", "new"), ("worker-2", "new")]
 
-    run(scene, change)
 
-
-def test_workers_of_a_role_that_is_gone_drain_once_those_of_a_new_one_are_ready():
-    scene = scene_of({"aggregated": CPU})
-
-    async def change(pool):
-        done = Change(scene, pool, roles=PAIR)
+@virtual
+async def test_workers_of_a_role_that_is_gone_drain_once_those_of_a_new_one_are_ready():
+    async with changing({"aggregated": CPU}, roles=PAIR) as done:
         await done.rollout.run()
         assert done.said[-1] == "worker-1, worker-2 drain"
-        assert {worker.home for worker in pool.workers} == {Role.PREFILL, Role.DECODE}
-        pool.define({role: done.rollout._aims[role].spec for role in done.rollout._aims})
-
-    run(scene, change)
+        assert {worker.home for worker in done.pool.workers} == {Role.PREFILL, Role.DECODE}
+        done.pool.define(scene_of(PAIR).specs)
 
 
 class Failing(ScriptedProcess):
@@ -200,31 +171,23 @@ class Failing(ScriptedProcess):
 @pytest.mark.parametrize("config", [True, False], ids=["wrong setting", "three times"])
 @pytest.mark.parametrize("is_revision", [False, True], ids=["one by one", "revision"])
 @pytest.mark.parametrize("devices", [3, 2], ids=["with room", "full"])
-def test_a_worker_that_does_not_come_up_leaves_as_many_old_ones_as_before(config, is_revision, devices):
+@virtual
+async def test_a_worker_that_does_not_come_up_leaves_as_many_old_ones_as_before(config, is_revision, devices):
     roles = {"aggregated": GPU | {"replicas": 2}}
-    scene = scene_of(roles, devices=devices)
-
-    async def change(pool):
-        done = Change(scene, pool, is_revision=is_revision)
-        scene.next = partial(Failing, config=config)
+    async with changing(roles, devices=devices, is_revision=is_revision) as done:
+        done.scene.next = partial(Failing, config=config)
         with pytest.raises(Unavailable, match=r"worker-\d does not come up.*: no such argument"):
             await done.rollout.run()
-        scene.next, scene.template = ScriptedProcess, "old"
-        await done.rollout.restore(scene.specs)
+        done.scene.next, done.scene.template = ScriptedProcess, "old"
+        await done.rollout.restore(done.scene.specs)
         await asyncio.sleep(1.0)
         assert [template for _, template in done.templates()] == ["old", "old"]
-        assert all(worker.running.ready.is_set() for worker in pool.workers)
-
-    run(scene, change)
+        assert all(worker.running.ready.is_set() for worker in done.pool.workers)
 
 
-def test_fewer_workers_of_another_kind_start_no_more_than_are_wanted():
-    scene = scene_of({"aggregated": CPU | {"replicas": 3}})
-
-    async def change(pool):
-        done = Change(scene, pool, counts={Role.AGGREGATED: 1})
+@virtual
+async def test_fewer_workers_of_another_kind_start_no_more_than_are_wanted():
+    async with changing({"aggregated": CPU | {"replicas": 3}}, counts={Role.AGGREGATED: 1}) as done:
         await done.rollout.run()
         assert [line for line in done.said if "starts" in line] == ["aggregated: worker-2 starts"]
         assert [template for _, template in done.templates()] == ["new"]
-
-    run(scene, change)
