@@ -31,7 +31,7 @@ def graph_of(**fields):
 
 def run(main):
     async def bounded():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await main()
 
     asyncio.run(bounded())

@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import pytest
+
 from penstock.cli import main
 from tests.support.coroutines import given_by
 
@@ -44,7 +46,7 @@ def test_requests_go_elsewhere_while_a_worker_sleeps(deploy, capfd):
                     view = (await site.workers())[worker]
                     return view["load"]["cached_blocks"] == view["indexed_blocks"] == 0
 
-                await site.until(cache_is_gone, timeout_s=5)
+                await site.until(cache_is_gone, timeout_s=60)
                 async with site.http.get(f"{site.url}/metrics") as response:
                     assert 'penstock_router_workers{condition="asleep"} 1.0' in await response.text()
                 await asyncio.sleep(0.3)
@@ -73,7 +75,8 @@ def test_requests_go_elsewhere_while_a_worker_sleeps(deploy, capfd):
     deploy(scenario, workers=2)
 
 
-@given_by("deploy", role={"engine": "paged"})
+@pytest.mark.nightly
+@given_by("deploy", role={"engine": "paged"}, timeout_s=240)
 async def test_an_engine_that_cannot_sleep_is_named(site, capfd):
     capfd.readouterr()
     code = await asyncio.to_thread(main, ["sleep", "worker-1", "--url", site.url])

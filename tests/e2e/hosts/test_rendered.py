@@ -6,7 +6,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from penstock.deploy.manifests.slurm import slurm_script
 from penstock.deploy.secret import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from penstock.graph import build
+from tests.support.host import until
 from tests.support.kubernetes.kubelet import NETWORK, command_of
 from tests.support.kubernetes.thread import ApiServerThread
 from tests.support.registries import free_port
@@ -42,14 +42,6 @@ def get(url, body=None, token=TOKEN):
             return error.code, json.loads(error.read())
     except OSError:
         return None
-
-
-def until(holds):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (found := holds()):
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)
-    return found
 
 
 def chat(url):
@@ -167,12 +159,8 @@ def test_a_job_of_slurm_answers_from_two_nodes_and_ends_by_its_signal(tmp_path):
     script.write_text(slurm_script(graph, RenderOptions(nodes=2)))
     programs = tmp_path / "programs"
     programs.mkdir()
-    command(
-        programs / "scontrol",
-        "#!/bin/bash\n[[ $1 $2 == 'show hostnames' ]] || exit 1\necho 127.0.0.1\necho 127.0.0.2\n".replace(
-            "$1 $2", '"$1 $2"'
-        ),
-    )
+    hosts = """#!/bin/bash\n[[ "$1 $2" == 'show hostnames' ]] || exit 1\necho 127.0.0.1\necho 127.0.0.2\n"""
+    command(programs / "scontrol", hosts)
     command(
         programs / "srun",
         f"""#!/bin/bash
@@ -196,8 +184,8 @@ exec "$@"
     job = subprocess.Popen(["bash", script], env=environment, cwd=tmp_path)
     try:
         url = f"http://127.0.0.1:{port}"
-        workers = until(lambda: (found := ready_workers(url)) and len(found) == 4 and found)
-        assert sorted(each["name"] for each in workers) == [
+        until(lambda: len(ready_workers(url)) == 4)
+        assert sorted(each["name"] for each in ready_workers(url)) == [
             "worker-1@node-127.0.0.1", "worker-1@node-127.0.0.2", "worker-2@node-127.0.0.1",
             "worker-2@node-127.0.0.2",
         ], "the planner has started the fourth on the second node"  # fmt: skip

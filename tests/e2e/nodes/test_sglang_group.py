@@ -12,7 +12,7 @@ from tests.support.groups import TIMEOUT_S, TOKENS, child, ready, running, strea
 from tests.support.registries import free_port
 from tests.support.sglang_package import sglang_path
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 ROLE = {
     "engine": {"name": "sglang", "args": {"device": "cpu"}}, "nodes": 2, "tensor_parallel": 2, "max_running_requests": 8,
 }  # fmt: skip

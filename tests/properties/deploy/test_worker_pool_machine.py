@@ -103,4 +103,6 @@ class WorkerPoolMachine(RuleBasedStateMachine):
 
 
 TestWorkerPool = WorkerPoolMachine.TestCase
-TestWorkerPool.settings = settings(stateful_step_count=30, deadline=None)
+TestWorkerPool.settings = settings(
+    stateful_step_count=30, deadline=None, max_examples=max(10, settings().max_examples // 3)
+)

@@ -19,9 +19,8 @@ def make(directory: Path) -> Path:
     """Write a model directory that is complete as far as a card goes."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 128, "eos_token_id": 2}))
-    (directory / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [2, 7], "temperature": 0.6})
-    )
+    generation = {"eos_token_id": [2, 7], "temperature": 0.6}
+    (directory / "generation_config.json").write_text(json.dumps(generation))
     (directory / "tokenizer.json").write_bytes(TOKENIZER)
     (directory / "model.safetensors").write_bytes(b"weights")
     return directory
@@ -106,19 +105,10 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
         ("tokenizer_config.json", b"[1]", "tokenizer_config.json: Expected `object`, got `array`"),
         ("chat_template.jinja", b"{% for x in %}", "chat template: line 1: "),
         ("chat_template.jinja", b"caf\xe9", "'utf-8' codec can't decode byte 0xe9"),
-        (
-            "generation_config.json",
-            b'{"temperature": "hot"}',
-            "temperature: must be a finite number, got 'hot'",
-        ),
         ("generation_config.json", b'{"top_p": NaN}', "top_p: must be a finite number, got nan"),
-        (
-            "generation_config.json",
-            b'{"eos_token_id": ["</s>"]}',
-            "eos_token_id: must be a token id or a list",
-        ),
+        ("generation_config.json", b'{"eos_token_id": ["</s>"]}', "eos_token_id: must be a token id or a list"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_no_frontend_could_serve_is_refused(
     tmp_path: Path, file: str, content: bytes, text: str
 ) -> None:

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -160,20 +159,3 @@ def test_many_that_start_at_once_over_what_was_left_neither_fail_nor_disturb_eac
     for directory in made:
         directory.remove()
     assert not list(parent.iterdir())
-
-
-def test_who_loses_a_directory_before_it_is_locked_makes_another(
-    parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, made = tempfile.mkdtemp, []
-
-    def make_and_lose(**how: Any) -> str:
-        made.append(Path(make(**how)))
-        if len(made) == 1:
-            made[0].rmdir()
-        return str(made[-1])
-
-    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
-    directory = RuntimeDirectory()
-    assert directory.path == made[1]
-    directory.remove()

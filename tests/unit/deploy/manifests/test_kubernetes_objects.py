@@ -19,11 +19,18 @@ from tests.support.rendered import EXAMPLES, by_kind, example, objects_of, pods,
 OF_SEVERAL_NODES = {"deepseek-r1-gb200-sglang.yaml", "deepseek-r1-gb200-trtllm.yaml"}
 ON_NODES = [path for path in EXAMPLES if path.name not in OF_SEVERAL_NODES]
 OLDEST, NEWEST = "1.31", "1.37"
+STORE = {"url": "s3://bucket/kv", "size": "1TiB", "options": {"aws_endpoint_url": "http://minio:9000"}}
+REGIONS = [{"name": "eu", "urls": ["http://10.0.1.1:8123", "https://eu.example"]}]
 
 
-@pytest.fixture(params=ON_NODES, ids=lambda path: path.stem)
+@pytest.fixture(scope="module", params=ON_NODES, ids=lambda path: path.stem)
 def graph(request: pytest.FixtureRequest) -> Graph:
     return example(request.param)
+
+
+@pytest.fixture(scope="module")
+def objects(graph: Graph) -> list[dict]:
+    return objects_of(graph)
 
 
 def container(template: dict) -> dict:
@@ -35,9 +42,15 @@ def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
     return selector.items() <= labels.items()
 
 
-def test_every_object_is_valid(graph: Graph) -> None:
-    for each in objects_of(graph):
+def test_every_object_is_valid_and_yaml_reads_it_back(graph: Graph, objects: list[dict]) -> None:
+    for each in objects:
         validate(each, NEWEST)
+    text = dump_all(objects)
+    assert text == dump_all(objects_of(graph)), "the same each time"
+    assert list(yaml.safe_load_all(text)) == objects
+    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert len(names) == len(set(names))
+    assert all(re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", name) for _, name in names)
 
 
 def test_older_clusters_take_them_and_a_misspelt_field_would_be_found() -> None:
@@ -50,18 +63,7 @@ def test_older_clusters_take_them_and_a_misspelt_field_would_be_found() -> None:
         validate(policy, NEWEST)
 
 
-def test_the_same_graph_gives_the_same_text_and_yaml_reads_it_back(graph: Graph) -> None:
-    first, again = objects_of(graph), objects_of(graph)
-    text = dump_all(first)
-    assert text == dump_all(again)
-    assert list(yaml.safe_load_all(text)) == first
-    names = [(each["kind"], each["metadata"]["name"]) for each in first]
-    assert len(names) == len(set(names))
-    assert all(re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", name) for _, name in names)
-
-
-def test_pods_read_their_graph_and_run_all_of_it(graph: Graph, tmp_path: Path) -> None:
-    objects = objects_of(graph)
+def test_pods_read_their_graph_and_run_all_of_it(graph: Graph, objects: list[dict], tmp_path: Path) -> None:
     (config,) = by_kind(objects, "ConfigMap").values()
     for name, text in config["data"].items():
         (tmp_path / name).write_text(text.replace("/etc/penstock/", f"{tmp_path}/"))
@@ -92,8 +94,7 @@ def test_pods_read_their_graph_and_run_all_of_it(graph: Graph, tmp_path: Path) -
     assert run == {"frontend": graph.frontend.processes, **declared}
 
 
-def test_what_one_object_says_of_another_is_there(graph: Graph) -> None:
-    objects = objects_of(graph)
+def test_what_one_object_says_of_another_is_there(objects: list[dict]) -> None:
     templates = pods(objects)
     labels = [template["metadata"]["labels"] for template in templates.values()]
     for kind in ("Deployment", "StatefulSet"):
@@ -130,8 +131,11 @@ def test_what_one_object_says_of_another_is_there(graph: Graph) -> None:
             assert asked["path"] in known[asked["port"]]
 
 
-def test_pods_may_do_no_more_than_they_need(graph: Graph) -> None:
-    for template in pods(objects_of(graph)).values():
+def test_pods_may_do_no_more_than_they_need_and_have_the_time_to_end(
+    graph: Graph, objects: list[dict]
+) -> None:
+    """Their shared memory is bounded, and they are spread among their own revision."""
+    for name, template in pods(objects).items():
         spec, one = template["spec"], container(template)
         assert spec["securityContext"]["runAsNonRoot"]
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -144,20 +148,14 @@ def test_pods_may_do_no_more_than_they_need(graph: Graph) -> None:
             if re.search(r"SECRET|TOKEN|KEY", variable["name"]):
                 assert "value" not in variable
                 assert variable["valueFrom"]["secretKeyRef"]["name"] == f"{graph.name}-secret"
-
-
-def test_a_pod_gets_the_time_that_its_processes_take_to_end(graph: Graph) -> None:
-    for name, template in pods(objects_of(graph)).items():
-        grace_s = template["spec"]["terminationGracePeriodSeconds"]
-        stop = (
-            container(template)
-            .get("lifecycle", {})
-            .get("preStop", {})
-            .get("exec", {})
-            .get("command", ["", "0"])
-        )
+        sleep = one.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])
         ends_s = frontend_drain_s(graph) if name.endswith("-frontend") else worker_drain_s(graph)
-        assert grace_s >= int(stop[1]) + ends_s + 1
+        assert spec["terminationGracePeriodSeconds"] >= int(sleep[1]) + ends_s + 1
+        in_memory = [each for each in spec["volumes"] if "medium" in each.get("emptyDir", {})]
+        assert [each["emptyDir"]["sizeLimit"] for each in in_memory] == ["8Gi"] * len(in_memory), name
+        for spread in spec["topologySpreadConstraints"]:
+            assert spread["matchLabelKeys"] == ["pod-template-hash", "controller-revision-hash"]
+            assert not set(spread["matchLabelKeys"]) & set(spread["labelSelector"]["matchLabels"])
 
 
 def allowed(
@@ -176,8 +174,9 @@ def allowed(
     return False
 
 
-def test_network_policies_let_through_what_the_processes_need_and_nothing_else(graph: Graph) -> None:
-    objects = objects_of(graph)
+def test_network_policies_let_through_what_the_processes_need_and_nothing_else(
+    graph: Graph, objects: list[dict]
+) -> None:
     labels = {name: template["metadata"]["labels"] for name, template in pods(objects).items()}
     policies = by_kind(objects, "NetworkPolicy").values()
 
@@ -208,48 +207,32 @@ def test_network_policies_let_through_what_the_processes_need_and_nothing_else(g
                 assert allowed(rules(worker, "ingress"), "from", labels[other], port) is needed
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in EXAMPLES if path.name in OF_SEVERAL_NODES], ids=lambda path: path.stem
-)
-def test_workers_of_several_nodes_are_refused(path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"roles\.\w+: \d+ GPUs on a node: a machine with gb200 has 4; start such workers as servers",
-    ):
+@pytest.mark.parametrize("name", sorted(OF_SEVERAL_NODES))
+def test_workers_of_several_nodes_are_refused(name: str) -> None:
+    (path,) = (path for path in EXAMPLES if path.name == name)
+    said = r"roles\.\w+: \d+ GPUs on a node: a machine with gb200 has 4; start such workers as servers"
+    with pytest.raises(ConfigError, match=said):
         objects_of(example(path))
 
 
-def test_pods_may_reach_the_stores_that_the_graph_names_and_ports_that_are_asked_for() -> None:
-    store = {"url": "s3://bucket/kv", "size": "1TiB", "options": {"aws_endpoint_url": "http://minio:9000"}}
-    graph = build(
-        {
-            "name": "chat",
-            "model": "demo",
-            "roles": {"aggregated": {"engine": "paged", "kv": {"object": store}}},
-        }
-    )
-    policies = by_kind(objects_of(graph, egress_ports=(16443,)), "NetworkPolicy")
-    frontend, workers = (policies[f"chat-{part}"]["spec"]["egress"] for part in ("frontend", "workers"))
-    assert allowed(workers, "to", None, 9000)
-    assert not allowed(frontend, "to", None, 9000)
-    assert allowed(workers, "to", None, 16443)
-    assert allowed(frontend, "to", None, 16443)
-
-
-def test_frontends_reach_the_ports_of_other_regions() -> None:
-    regions = [{"name": "eu", "urls": ["http://10.0.1.1:8123", "https://eu.example"]}]
-    graph = build({
-        "name": "chat",
-        "model": "demo",
-        "roles": {"aggregated": {"engine": "paged"}},
-        "router": {"location": {"region": "us"}},
-        "regions": regions,
-    })  # fmt: skip
-    policies = by_kind(objects_of(graph), "NetworkPolicy")
-    frontend, workers = (policies[f"chat-{part}"]["spec"]["egress"] for part in ("frontend", "workers"))
-    assert allowed(frontend, "to", None, 8123)
-    assert allowed(frontend, "to", None, 443)
-    assert not allowed(workers, "to", None, 8123)
+@pytest.mark.parametrize(
+    ("fields", "options", "of_frontends", "of_workers"),
+    [
+        ({"roles": {"aggregated": {"engine": "paged", "kv": {"object": STORE}}}}, {"egress_ports": (16443,)}, {16443}, {9000, 16443}),
+        ({"router": {"location": {"region": "us"}}, "regions": REGIONS}, {}, {8123, 443}, {443}),
+    ],
+    ids=["a store, and ports that are asked for", "other regions"],
+)  # fmt: skip
+def test_pods_may_reach_what_the_graph_names(
+    fields: dict, options: dict, of_frontends: set[int], of_workers: set[int]
+) -> None:
+    graph = build({"name": "chat", "model": "demo"} | fields)
+    policies = by_kind(objects_of(graph, **options), "NetworkPolicy")
+    for part, reached in (("frontend", of_frontends), ("workers", of_workers)):
+        egress = policies[f"chat-{part}"]["spec"]["egress"]
+        ports = {port for port in (9000, 16443, 8123) if allowed(egress, "to", None, port)}
+        assert ports == reached - {443}
+        assert allowed(egress, "to", None, 443)
 
 
 def test_a_cache_of_the_node_is_given_to_the_pods_user() -> None:
@@ -265,12 +248,3 @@ def test_a_cache_of_the_node_is_given_to_the_pods_user() -> None:
                 assert one["command"] == ["/bin/chown", "10001:10001", "/var/cache/penstock"]
                 assert template["spec"]["securityContext"]["runAsUser"] == 10001
                 assert one["image"] == container(template)["image"]
-
-
-def test_shared_memory_is_bounded_and_pods_are_spread_among_their_own_revision(graph: Graph) -> None:
-    for name, template in pods(objects_of(graph)).items():
-        in_memory = [each for each in template["spec"]["volumes"] if "medium" in each.get("emptyDir", {})]
-        assert [each["emptyDir"]["sizeLimit"] for each in in_memory] == ["8Gi"] * len(in_memory), name
-        for spread in template["spec"]["topologySpreadConstraints"]:
-            assert spread["matchLabelKeys"] == ["pod-template-hash", "controller-revision-hash"]
-            assert not set(spread["matchLabelKeys"]) & set(spread["labelSelector"]["matchLabels"])

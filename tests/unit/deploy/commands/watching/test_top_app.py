@@ -11,6 +11,7 @@ from penstock.deploy.commands.watching.app import TopApp
 from penstock.deploy.commands.watching.row_screen import RowScreen
 from penstock.deploy.commands.watching.seen import Seen
 from tests.support import snapshots
+from tests.support.coroutines import given_by
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ class Driven:
         )
 
     async def until(self, holds: Callable[[], bool]):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not holds():
                 await self.pilot.pause(0.01)
 
@@ -46,7 +47,13 @@ class Driven:
         return [str(self.app._grid.get_row_at(row)[0]) for row in range(self.app._grid.row_count)]
 
 
-def drive(scenario, body=None):
+@pytest.fixture
+def drive():
+    """Give a function that runs a scenario on an app, before which there is a body of the server's."""
+    return _drive
+
+
+def _drive(scenario, body=None):
     bodies = queue.Queue()
 
     def stream():
@@ -65,105 +72,89 @@ def drive(scenario, body=None):
     return asyncio.run(main())
 
 
-def test_rows_are_sorted_by_keys_and_the_cursor_stays_on_its_row():
-    async def scenario(driven):
-        assert driven.names() == NAMES
-        await driven.pilot.press("down", "down")  # decode-3
-        await driven.pilot.press(*["s"] * 5)  # by #run, from the largest on
-        assert driven.names() == ["decode-3", "decode-5", "decode-2", "decode-4", "decode-1"]
-        assert "run ▼" in driven.text
-        assert driven.app._grid.cursor_row == 0
-        await driven.pilot.press("r")
-        assert driven.names()[0] == "decode-1"
-        assert driven.app._grid.cursor_row == 4
-        more = tuple(snapshots.worker(name, running=9 - int(name[-1])) for name in ["decode-9", *NAMES])
-        driven.bodies.put(snapshots.body(workers=more))
-        await driven.until(lambda: len(driven.names()) == 6)
-        assert driven.names()[0] == "decode-9"
-        assert driven.app._grid.key_at(driven.app._grid.cursor_row) == "decode-3"
-
-    drive(scenario)
+@given_by("drive")
+async def test_rows_are_sorted_by_keys_and_the_cursor_stays_on_its_row(driven):
+    assert driven.names() == NAMES
+    await driven.pilot.press("down", "down")  # decode-3
+    await driven.pilot.press(*["s"] * 5)  # by #run, from the largest on
+    assert driven.names() == ["decode-3", "decode-5", "decode-2", "decode-4", "decode-1"]
+    assert "run ▼" in driven.text
+    assert driven.app._grid.cursor_row == 0
+    await driven.pilot.press("r")
+    assert driven.names()[0] == "decode-1"
+    assert driven.app._grid.cursor_row == 4
+    more = tuple(snapshots.worker(name, running=9 - int(name[-1])) for name in ["decode-9", *NAMES])
+    driven.bodies.put(snapshots.body(workers=more))
+    await driven.until(lambda: len(driven.names()) == 6)
+    assert driven.names()[0] == "decode-9"
+    assert driven.app._grid.key_at(driven.app._grid.cursor_row) == "decode-3"
 
 
-def test_a_click_on_a_column_sorts_by_it_and_a_second_one_the_other_way_round():
-    async def scenario(driven):
-        await driven.pilot.click("#workers-rows", offset=(3, 0))
-        await driven.until(lambda: "worker ▲" in driven.text)
-        await driven.pilot.click("#workers-rows", offset=(3, 0))
-        await driven.until(lambda: driven.names() == NAMES[::-1])
-
-    drive(scenario)
+@given_by("drive")
+async def test_a_click_on_a_column_sorts_by_it_and_a_second_one_the_other_way_round(driven):
+    await driven.pilot.click("#workers-rows", offset=(3, 0))
+    await driven.until(lambda: "worker ▲" in driven.text)
+    await driven.pilot.click("#workers-rows", offset=(3, 0))
+    await driven.until(lambda: driven.names() == NAMES[::-1])
 
 
-def test_only_rows_that_contain_a_text_are_shown_until_escape():
-    async def scenario(driven):
-        await driven.pilot.press("slash", *"CODE-4", "enter")
-        assert driven.names() == ["decode-4"]
-        await driven.pilot.press("slash", *"xyz")
-        await driven.until(lambda: "no row contains 'xyz'" in driven.text)
-        await driven.pilot.press("escape")
-        assert driven.names() == NAMES
-
-    drive(scenario)
+@given_by("drive")
+async def test_only_rows_that_contain_a_text_are_shown_until_escape(driven):
+    await driven.pilot.press("slash", *"CODE-4", "enter")
+    assert driven.names() == ["decode-4"]
+    await driven.pilot.press("slash", *"xyz")
+    await driven.until(lambda: "no row contains 'xyz'" in driven.text)
+    await driven.pilot.press("escape")
+    assert driven.names() == NAMES
 
 
-def test_each_table_has_its_number():
-    async def scenario(driven):
-        for number, text in enumerate(
-            ["decode-1", "tiny", "acme", "prefill-1 > decode-1", "prefill 15.0 + itl 10.0", "decode 3 to 4"],
-            1,
-        ):
-            await driven.pilot.press(str(number))
-            await driven.until(lambda text=text: text in driven.text)
-
-    drive(scenario)
+@given_by("drive")
+async def test_each_table_has_its_number(driven):
+    for number, text in enumerate(
+        ["decode-1", "tiny", "acme", "prefill-1 > decode-1", "prefill 15.0 + itl 10.0", "decode 3 to 4"],
+        1,
+    ):
+        await driven.pilot.press(str(number))
+        await driven.until(lambda text=text: text in driven.text)
 
 
-def test_enter_shows_a_row_in_full_which_goes_on_and_stays_once_it_has_left():
-    async def scenario(driven):
-        await driven.pilot.press("enter")
-        await driven.until(lambda: isinstance(driven.app.screen, RowScreen))
-        await driven.until(lambda: "decode-1: decode worker of tiny, process 4711 on host-a" in driven.text)
-        await driven.until(
-            lambda: "is of another host or user: `penstock logs decode-1` there" in driven.text
-        )
-        driven.bodies.put(snapshots.body(workers=(snapshots.worker("decode-1", preemptions=77),)))
-        await driven.until(lambda: "77 preempted" in driven.text)
-        driven.bodies.put(snapshots.body(workers=()))
-        await driven.pilot.press("slash", "s")  # keys of the tables do nothing here
-        await driven.until(lambda: not driven.app._seen.snapshot.workers)
-        assert "77 preempted" in driven.text
-        await driven.pilot.press("escape")
-        await driven.until(lambda: "no worker yet" in driven.text)
-        await driven.pilot.press("4", "enter")
-        await driven.until(lambda: "KV transfer: prefill-1 to decode-1" in driven.text)
-
-    drive(scenario)
+@given_by("drive")
+async def test_enter_shows_a_row_in_full_which_goes_on_and_stays_once_it_has_left(driven):
+    await driven.pilot.press("enter")
+    await driven.until(lambda: isinstance(driven.app.screen, RowScreen))
+    await driven.until(lambda: "decode-1: decode worker of tiny, process 4711 on host-a" in driven.text)
+    await driven.until(lambda: "is of another host or user: `penstock logs decode-1` there" in driven.text)
+    driven.bodies.put(snapshots.body(workers=(snapshots.worker("decode-1", preemptions=77),)))
+    await driven.until(lambda: "77 preempted" in driven.text)
+    driven.bodies.put(snapshots.body(workers=()))
+    await driven.pilot.press("slash", "s")  # keys of the tables do nothing here
+    await driven.until(lambda: not driven.app._seen.snapshot.workers)
+    assert "77 preempted" in driven.text
+    await driven.pilot.press("escape")
+    await driven.until(lambda: "no worker yet" in driven.text)
+    await driven.pilot.press("4", "enter")
+    await driven.until(lambda: "KV transfer: prefill-1 to decode-1" in driven.text)
 
 
-def test_a_lost_server_is_said_with_what_was_seen_last_and_found_again():
-    async def scenario(driven):
-        driven.bodies.put(Unavailable("nobody answers"))
-        await driven.until(lambda: "lost: nobody answers; tries again" in driven.text)
-        assert driven.names() == NAMES
-        driven.bodies.put(snapshots.body(workers=()))
-        await driven.until(lambda: "live" in driven.text and driven.names() == [])
-
-    drive(scenario)
+@given_by("drive")
+async def test_a_lost_server_is_said_with_what_was_seen_last_and_found_again(driven):
+    driven.bodies.put(Unavailable("nobody answers"))
+    await driven.until(lambda: "lost: nobody answers; tries again" in driven.text)
+    assert driven.names() == NAMES
+    driven.bodies.put(snapshots.body(workers=()))
+    await driven.until(lambda: "live" in driven.text and driven.names() == [])
 
 
-def test_paused_it_shows_what_it_showed():
-    async def scenario(driven):
-        await driven.pilot.press("p")
-        driven.bodies.put(snapshots.body(workers=()))
-        driven.bodies.put(Unavailable("gone"))
-        await driven.until(lambda: "lost: gone" in driven.text)
-        assert driven.names() == NAMES
-        await driven.pilot.press("p")
-        driven.bodies.put(snapshots.body(workers=()))
-        await driven.until(lambda: driven.names() == [])
-
-    drive(scenario)
+@given_by("drive")
+async def test_paused_it_shows_what_it_showed(driven):
+    await driven.pilot.press("p")
+    driven.bodies.put(snapshots.body(workers=()))
+    driven.bodies.put(Unavailable("gone"))
+    await driven.until(lambda: "lost: gone" in driven.text)
+    assert driven.names() == NAMES
+    await driven.pilot.press("p")
+    driven.bodies.put(snapshots.body(workers=()))
+    await driven.until(lambda: driven.names() == [])
 
 
 def test_names_are_no_markup_and_bad_workers_are_marked():
@@ -176,7 +167,7 @@ def test_names_are_no_markup_and_bad_workers_are_marked():
         await driven.until(lambda: hostile in driven.text)
         await driven.pilot.press("escape", "t", "t", "t")
 
-    drive(scenario, snapshots.body(workers=workers, models=(hostile,), alerts=(snapshots.alert(hostile),)))
+    _drive(scenario, snapshots.body(workers=workers, models=(hostile,), alerts=(snapshots.alert(hostile),)))
 
 
 def test_q_and_ctrl_c_quit():
@@ -186,4 +177,4 @@ def test_q_and_ctrl_c_quit():
             await driven.pilot.press(key)
             await driven.until(lambda: not driven.app.is_running)
 
-        assert drive(scenario).return_code == 0
+        assert _drive(scenario).return_code == 0
