@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 

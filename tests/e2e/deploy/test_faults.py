@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from penstock.runtime.discovery.hub import LocalHub
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 
 pytestmark = pytest.mark.slow
 

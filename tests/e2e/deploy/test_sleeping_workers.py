@@ -6,7 +6,7 @@ import json
 import pytest
 
 from penstock.cli import main
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 
 PROMPT = "Which parts does a request pass on its way? " * 8
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 
 pytestmark = pytest.mark.slow
 

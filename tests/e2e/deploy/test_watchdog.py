@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from penstock.deploy.supervisor.group_guard import GroupGuard
-from tests.support.coroutines import given_by, real
+from tests.support.given_by import given_by
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +150,6 @@ def test_a_supervisor_that_was_stopped_blames_nobody_and_takes_along_what_its_wo
     assert all_gone(left)
 
 
-@real
 async def test_a_guard_that_is_killed_is_replaced_and_knows_all_groups():
     async with GroupGuard() as guard:
         group = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)

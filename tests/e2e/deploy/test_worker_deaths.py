@@ -6,7 +6,7 @@ import random
 import openai
 import pytest
 
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 
 pytestmark = pytest.mark.slow
 

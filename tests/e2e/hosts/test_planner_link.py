@@ -17,7 +17,6 @@ from penstock.deploy.messages import Planned
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.observations.windows import RequestWindow
 from penstock.testing.loop import run_async
-from tests.support.coroutines import real
 from tests.support.linked_hosts import identity, link, linked, pool_of
 
 A = Role.AGGREGATED
@@ -44,7 +43,6 @@ def host_sends(host, *sources):
     return True
 
 
-@real
 async def test_windows_arrive_under_the_name_of_their_host_and_a_lost_host_is_said():
     connector, seen = HostsConnector(settle_s=0.0), ObservationStream()
     async with (
@@ -59,7 +57,6 @@ async def test_windows_arrive_under_the_name_of_their_host_and_a_lost_host_is_sa
     assert not (await connector.scale()).replicas, "it said goodbye"
 
 
-@real
 async def test_sources_of_a_host_that_was_given_up_are_silent_no_more():
     connector, seen = (
         HostsConnector(settle_s=0.0, lost_after_s=0.0, hold_s=0.2),
@@ -108,7 +105,6 @@ def test_who_is_refused_hears_why_at_both_ends_and_is_not_scaled(name, secret, r
     assert all(reason in error for error in errors)
 
 
-@real
 async def test_an_order_is_obeyed_once_and_one_on_an_old_state_not_at_all(monkeypatch):
     async with one_host() as (connector, server, pool):
         await connector.add(A, by="x")
@@ -124,7 +120,6 @@ async def test_an_order_is_obeyed_once_and_one_on_an_old_state_not_at_all(monkey
         assert len(pool.workers) == 2
 
 
-@real
 async def test_a_call_ends_with_its_connection_and_a_host_connects_again_by_itself():
     async with one_host() as (connector, server, pool):
         first = server.linked["b"]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e.kubernetes.conftest import PAIR
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.deploy.hosts.roles import ROLES
 from penstock.runtime.kubernetes.client import Resource
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 from tests.support.kubernetes.groups import definition
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from penstock.deploy.operator.http import OperatorHttp
 from penstock.deploy.operator.operator import Operator, lease_name
 from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, KubernetesError
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 
 pytestmark = pytest.mark.slow
 LEASE = lease_name("default")

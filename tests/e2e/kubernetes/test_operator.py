@@ -12,7 +12,7 @@ from penstock.deploy.operator.cache import AUTOSCALERS, DEPLOYMENTS
 from penstock.deploy.operator.definitions import GRAPHS, ROLES
 from penstock.deploy.operator.desired import Desired
 from tests.e2e.kubernetes.conftest import PAIR
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 from tests.support.kubernetes.faults import Faults
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from penstock.deploy.operator.definitions import GRAPHS
 from penstock.runtime.kubernetes.client import KubernetesError
 from tests.e2e.kubernetes.conftest import DEFINITIONS, PAIR
 from tests.e2e.kubernetes.test_leadership import take_lead
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 from tests.support.kubernetes.faults import Faults
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,6 @@ from penstock.deploy.hosts.planner_server import PlannerServer
 from penstock.deploy.hosts.roles import ROLES
 from penstock.planner.act.actor import Actor
 from penstock.planner.observe.stream import ObservationStream
-from tests.support.coroutines import real
 from tests.support.linked_hosts import identity, link
 from tests.support.pods_of_roles import GRAPH, pods_of_roles
 
@@ -52,7 +51,6 @@ def another_connector(pods):
     return KubernetesConnector(pods.client, GRAPH, [A], settle_s=0.0)
 
 
-@real
 async def test_the_pod_that_the_planner_chose_ends_and_its_name_is_written_with_the_number():
     async with pods_of_roles({A: 3}) as pods:
         chosen = pods.pod_of(A, SECOND)
@@ -70,7 +68,6 @@ async def test_the_pod_that_the_planner_chose_ends_and_its_name_is_written_with_
 
 
 @pytest.mark.parametrize("owned", [P, D])
-@real
 async def test_a_role_of_an_autoscaler_is_shown_and_not_scaled(owned):
     async with pods_of_roles({P: 2, D: 2}) as pods:
         status = {"status": {"scaledBy": "keda-hpa-chat"}}
@@ -89,7 +86,6 @@ async def test_a_role_of_an_autoscaler_is_shown_and_not_scaled(owned):
         assert outcome.refused == (f"{owned}: 4 are wanted and 2 are there: keda-hpa-chat decides",)
 
 
-@real
 async def test_a_persons_number_is_adopted_and_an_order_on_an_old_one_refused():
     async with pods_of_roles({A: 1}) as pods:
         actor = Actor(pods.connector)
@@ -101,7 +97,6 @@ async def test_a_persons_number_is_adopted_and_an_order_on_an_old_one_refused():
         await until_ready(pods, FIRST, SECOND, THIRD)
 
 
-@real
 async def test_an_api_server_that_is_away_scales_nothing_and_a_status_is_no_conflict():
     async with pods_of_roles({A: 1}) as pods:
         read = pods.client.get
@@ -129,7 +124,6 @@ async def away(*_words):
     raise Unavailable("no answer")
 
 
-@real
 async def test_a_number_that_is_set_between_look_and_write_stays():
     async with pods_of_roles({A: 1}) as pods:
         read = pods.client.get
@@ -148,7 +142,6 @@ async def test_a_number_that_is_set_between_look_and_write_stays():
 
 
 @pytest.mark.parametrize("is_done", [True, False])
-@real
 async def test_a_change_whose_answer_is_lost_is_the_planners_own_if_it_came_about(is_done):
     async with pods_of_roles({A: 1}) as pods:
         actor = Actor(pods.connector)
@@ -175,7 +168,6 @@ async def test_a_change_whose_answer_is_lost_is_the_planners_own_if_it_came_abou
         assert "has set 3 aggregated" in (await actor.look()).held
 
 
-@real
 async def test_a_lost_pod_counts_for_a_while_and_its_worker_then_waits_for_another_pod():
     async with pods_of_roles({A: 2}, lost_after_s=2.0) as pods:
         lost = pods.pod_of(A, FIRST)
@@ -194,7 +186,6 @@ async def test_a_lost_pod_counts_for_a_while_and_its_worker_then_waits_for_anoth
         assert (await spec_of(pods))["replicas"] == 2
 
 
-@real
 async def test_a_planner_that_starts_again_takes_no_second_worker_away():
     async with pods_of_roles({A: 3}) as pods:
         second = another_connector(pods)
@@ -208,7 +199,6 @@ async def test_a_planner_that_starts_again_takes_no_second_worker_away():
         assert not (await Actor(second).carry_out({A: 2})).plan.retires
 
 
-@real
 async def test_of_a_stateful_set_the_last_pods_end_also_while_they_start_or_drain():
     async with pods_of_roles({A: 1}) as pods:
         (host,) = pods.hosts.values()
@@ -248,7 +238,6 @@ async def surge_pod(pods):
         ends.set()
 
 
-@real
 async def test_the_new_pod_of_a_roll_out_is_not_one_too_many():
     async with pods_of_roles({A: 2}) as pods, surge_pod(pods) as ends:
         scale = await pods.connector.scale()
@@ -268,7 +257,6 @@ async def test_the_new_pod_of_a_roll_out_is_not_one_too_many():
         await until(one_is_ready)
 
 
-@real
 async def test_a_pod_that_was_to_end_and_stayed_is_not_named_with_the_next_one():
     async with pods_of_roles({A: 3}) as pods:
         next_one = pods.pod_of(A, SECOND)
@@ -282,7 +270,6 @@ async def test_a_pod_that_was_to_end_and_stayed_is_not_named_with_the_next_one()
         await until_ready(pods, FIRST, THIRD)
 
 
-@real
 async def test_a_worker_that_was_heard_before_it_had_its_name_is_one_source_and_ends_as_one():
     async with pods_of_roles({A: 1}) as pods:
         seen = ObservationStream(silent_after_s=0.0)

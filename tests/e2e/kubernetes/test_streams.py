@@ -13,7 +13,7 @@ from penstock.deploy.hosts.roles import ROLES
 from penstock.deploy.manifests.kubernetes import access
 from penstock.deploy.operator.cache import PODS
 from penstock.deploy.operator.definitions import GRAPHS
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 from tests.support.kubernetes.eviction import is_ready
 from tests.support.kubernetes.kubelet import Nodes, endpoints
 from tests.support.streams import Load

@@ -12,7 +12,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from penstock.demo import MODEL_DIR
-from tests.support.coroutines import real
 from tests.support.streams import Load
 from tests.support.up import TIMEOUT_S, Up
 
@@ -81,7 +80,7 @@ def test_streams_go_on_through_replicas_arguments_and_roles(up):
     assert up.run("apply", graph).stdout == "nothing differs\n"
 
 
-@real
+@pytest.mark.within(240)
 async def test_a_model_revision_is_served_beside_the_former_one_and_never_by_its_kv(up):
     """Each answer is whole of one revision: KV of the former one, or tokens, would make a third text."""
     old, new = (up.folder / name for name in ("old", "new"))

@@ -13,7 +13,6 @@ import pytest
 from benchmarks.chaos.hosts import Hosts, Supervisor
 from benchmarks.chaos.load import Frontend, Load
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
-from tests.support.coroutines import real
 from tests.support.host import ADMIN_TOKEN
 from tests.support.registries import Etcd, Nats
 
@@ -129,7 +128,7 @@ class Cluster:
         pytest.param("nats", Nats, 8, marks=pytest.mark.nightly),
     ],
 )
-@real
+@pytest.mark.within(240)
 async def test_hosts_join_and_leave_under_streams(monkeypatch, discovery, make, rounds):
     monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, ADMIN_TOKEN)
     counts: Counter[str] = Counter()

@@ -16,7 +16,6 @@ from penstock.deploy.control.messages import LINE_BYTES_MAX, SOCKET_NAME, Deploy
 from penstock.deploy.control.server import ControlServer
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.observe.stream import ObservationStream
-from tests.support.coroutines import real
 
 
 class BrokenConnector(MemoryConnector):
@@ -73,7 +72,6 @@ async def answer_to(path, line):
     ],
     ids=["bytes", "deep body", "infinite", "version", "long"],
 )
-@real
 async def test_what_is_no_request_gets_a_reason(line, says):
     async with served(MemoryConnector({Role.AGGREGATED: 1})) as path:
         told = await answer_to(path, line)
@@ -83,7 +81,6 @@ async def test_what_is_no_request_gets_a_reason(line, says):
 
 
 @pytest.mark.parametrize("by", ["", "x" * 65, "a\nb", "\x1b[2J"])
-@real
 async def test_who_scales_has_a_name_that_can_be_shown(by):
     async with served(MemoryConnector({Role.AGGREGATED: 1})) as path:
         with pytest.raises(RequestError, match="1 to 64 printable characters"):
@@ -91,7 +88,6 @@ async def test_who_scales_has_a_name_that_can_be_shown(by):
         assert len((await LocalConnector(path).scale()).replicas) == 1
 
 
-@real
 async def test_a_failure_of_the_deployment_is_answered():
     async with served(BrokenConnector({Role.AGGREGATED: 1})) as path:
         with pytest.raises(PenstockError, match=r"failed at this request: ZeroDivisionError") as caught:
@@ -112,7 +108,6 @@ async def half_open(path, count):
     return writers
 
 
-@real
 async def test_callers_without_a_whole_request_keep_nobody_out():
     async with served(MemoryConnector({Role.AGGREGATED: 1})) as path:
         first, first_writer = await asyncio.open_unix_connection(path)
@@ -126,7 +121,6 @@ async def test_callers_without_a_whole_request_keep_nobody_out():
             writer.close()
 
 
-@real
 async def test_a_caller_beyond_those_that_are_obeyed_learns_why_or_gets_in():
     connector = WaitingConnector({Role.AGGREGATED: 1})
     async with served(connector) as path, asyncio.TaskGroup() as group:
@@ -142,7 +136,6 @@ async def test_a_caller_beyond_those_that_are_obeyed_learns_why_or_gets_in():
         assert len((await LocalConnector(path).scale()).replicas) == 2, "added once"
 
 
-@real
 async def test_a_socket_whose_queue_is_full_is_tried_again():
     """The kernel lets no more callers in than the listener has a queue for."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as held:
@@ -188,7 +181,6 @@ REFUSAL = msgspec.json.encode(Told(error=Overloaded("64 callers are there").to_i
 
 
 @pytest.mark.parametrize("refusal", [b"", REFUSAL])
-@real
 async def test_a_request_that_was_closed_unread_is_sent_again(refusal):
     with listening() as (listener, path):
         loop = asyncio.get_running_loop()
@@ -201,7 +193,6 @@ async def test_a_request_that_was_closed_unread_is_sent_again(refusal):
             assert await asked == ("worker-2",)
 
 
-@real
 async def test_a_refusal_is_read_though_the_connection_is_reset_after_it():
     with listening() as (listener, path):
         asked = asyncio.ensure_future(LocalConnector(path, entry_s=0).scale())

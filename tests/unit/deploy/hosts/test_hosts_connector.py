@@ -9,7 +9,6 @@ from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.deploy.hosts.connector import HostsConnector
 from penstock.planner.act.actor import Actor, ActorConfig
-from tests.support.coroutines import virtual
 from tests.support.linked_hosts import pool_of
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
@@ -32,7 +31,7 @@ def room(scale, role=A):
     return next(limit.room for limit in scale.limits if limit.role is role)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_workers_go_where_room_is_and_the_last_one_of_a_host_may_leave():
     async with two_hosts({A: 1}, {A: 1}, rooms=(2, 4)) as (connector, _, b):
         assert names(await connector.scale()) == ["worker-1@a", "worker-1@b"]
@@ -49,7 +48,7 @@ async def test_workers_go_where_room_is_and_the_last_one_of_a_host_may_leave():
             await connector.retire(["worker-2@a"], by="x")
 
 
-@virtual
+@pytest.mark.virtual
 async def test_nothing_changes_while_hosts_may_still_connect_to_a_planner_that_has_just_begun():
     async with two_hosts({A: 2}, {A: 1}, settle_s=15.0) as (connector, *_):
         scale = await connector.scale()
@@ -64,7 +63,7 @@ async def test_nothing_changes_while_hosts_may_still_connect_to_a_planner_that_h
         await connector.add(A, by="x")
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_lost_hosts_workers_count_for_a_while_and_nothing_is_taken_away_until_it_is_back():
     async with two_hosts({A: 2}, {A: 2}) as (connector, _, b):
         actor = Actor(connector, config=ActorConfig(hold_s=1.0))
@@ -90,7 +89,7 @@ async def test_a_lost_hosts_workers_count_for_a_while_and_nothing_is_taken_away_
         assert len(names(await connector.scale())) == 1
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_host_that_stays_away_is_given_up_and_one_that_ends_on_purpose_holds_nothing():
     async with two_hosts({A: 2}, {A: 2}) as (connector, _, b):
         connector.leave("b", on_purpose=False)
@@ -105,7 +104,7 @@ async def test_a_host_that_stays_away_is_given_up_and_one_that_ends_on_purpose_h
         assert names(scale) == ["worker-1@a", "worker-2@a"]
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_change_at_a_host_by_itself_is_adopted_and_a_host_that_comes_is_no_change():
     async with two_hosts({A: 1}, {A: 1}) as (connector, _, b):
         actor = Actor(connector)
@@ -121,7 +120,7 @@ async def test_a_change_at_a_host_by_itself_is_adopted_and_a_host_that_comes_is_
         assert "a person at b" in (await actor.carry_out({A: 1})).held
 
 
-@virtual
+@pytest.mark.virtual
 async def test_what_one_host_refuses_is_taken_back_at_the_others():
     async with two_hosts({A: 1}, {A: 1}, rooms=(3, 3)) as (connector, a, b):
         before = await connector.scale()
@@ -153,7 +152,7 @@ class Host:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-@virtual
+@pytest.mark.virtual
 async def test_an_order_whose_answer_is_lost_is_the_planners_own_and_is_not_repeated(is_late):
     async def lost(pool, *order, **named):
         host.told = await pool.scale() if is_late else None
@@ -176,7 +175,7 @@ async def test_an_order_whose_answer_is_lost_is_the_planners_own_and_is_not_repe
         assert "somebody at b has set 4 aggregated" in (await actor.look()).held
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_host_that_somebody_scales_between_look_and_order_refuses_the_order():
     async def overtaken(pool, *order, **named):
         await pool.add(A, by="a person")
@@ -190,7 +189,7 @@ async def test_a_host_that_somebody_scales_between_look_and_order_refuses_the_or
         assert (await connector.scale()).changed_by == "a person at b"
 
 
-@virtual
+@pytest.mark.virtual
 async def test_flips_go_to_the_worker_s_host_and_may_take_its_last_one():
     async with two_hosts({P: 1, D: 1}, {P: 0, D: 1}) as (connector, *_):
         await connector.flip("decode-1@b", P, by="x")
@@ -200,7 +199,7 @@ async def test_flips_go_to_the_worker_s_host_and_may_take_its_last_one():
             await connector.flip("decode-1@a", P, by="x")
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_lost_host_without_workers_holds_scale_in_for_a_minute_alone():
     async with two_hosts({A: 2}, {A: 0}) as (connector, *_):
         given_up = []

@@ -17,7 +17,6 @@ from penstock.planner.explain.entries import Round, Run
 from penstock.planner.explain.record import DecisionRecord, Seen
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.observations.windows import Digest, RequestWindow, WorkerWindow, bucket_of
-from tests.support.coroutines import real
 
 
 def served(scene, tmp_path, *, kill=None, log=""):
@@ -103,7 +102,6 @@ def test_it_kills_only_where_the_deployment_lets_it(tmp_path):
     served(does_not, tmp_path)
 
 
-@real
 async def test_without_a_supervisor_it_says_so():
     with pytest.raises(Unavailable, match="no supervisor answers"):
         await SupervisorClient(Path("/nowhere"), None).overview()

@@ -24,7 +24,6 @@ from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
 from penstock.deploy.supervisor.member import Member
 from penstock.graph import Supervision
-from tests.support.coroutines import virtual
 from tests.support.scripted_pool import CARD, COMMON, ScriptedProcess
 
 QUICK = Supervision(restart_delay_s=0.001, restart_delay_max_s=0.002, failed_starts_max=3)
@@ -96,7 +95,7 @@ def test_statuses_are_worded() -> None:
     assert {status: describe_status(status) for status in statuses} == statuses
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_process_that_dies_is_replaced_until_the_member_is_stopped() -> None:
     scene = Scene(process(Ready(detail="a", kv_tiers=("host: c",)), ends=-9), process(Ready(detail="b")))
     async with scene.running():
@@ -124,7 +123,7 @@ async def test_a_process_that_dies_is_replaced_until_the_member_is_stopped() -> 
     ],
     ids=["wrong setting", "never ready", "too late", "its socket does not end"],
 )  # fmt: skip
-@virtual
+@pytest.mark.virtual
 async def test_a_start_that_fails_for_good_ends_it_with_the_childs_own_words(
     child: Process, settings: Supervision, error: type[Exception], said: str, starts: int
 ) -> None:
@@ -135,7 +134,7 @@ async def test_a_start_that_fails_for_good_ends_it_with_the_childs_own_words(
 
 
 @pytest.mark.parametrize("is_outside", [True, False])
-@virtual
+@pytest.mark.virtual
 async def test_what_is_not_there_yet_or_can_be_done_without_is_tried_for_ever(is_outside: bool) -> None:
     scene = Scene(process(Failed(message="no connection", outside=is_outside), ends=1))
     if not is_outside:
@@ -144,7 +143,7 @@ async def test_what_is_not_there_yet_or_can_be_done_without_is_tried_for_ever(is
         await scene.until(lambda: len(scene.children) == 8)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_it_is_said_that_an_engine_cannot_serve_and_that_it_can_again() -> None:
     scene = Scene(process(Ready(detail="a"), Health(problem="refused"), Health()))
     async with scene.running():
@@ -153,7 +152,7 @@ async def test_it_is_said_that_an_engine_cannot_serve_and_that_it_can_again() ->
     assert len(scene.children) == 1
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_process_that_is_not_ready_is_not_waited_for() -> None:
     scene = Scene(process(ignores=True))
     async with scene.running():
@@ -162,7 +161,7 @@ async def test_a_process_that_is_not_ready_is_not_waited_for() -> None:
     assert scene.said == [("stopped", "")]
 
 
-@virtual
+@pytest.mark.virtual
 async def test_kill_ends_at_once_and_cancellation_leaves_no_process() -> None:
     scene, other = Scene(process(Ready(), ignores=True)), Scene(process(Ready()))
     async with scene.running():
@@ -175,7 +174,7 @@ async def test_kill_ends_at_once_and_cancellation_leaves_no_process() -> None:
 
 
 @pytest.mark.parametrize("cause", [None, "the engine ended: KeyError('x')"])
-@virtual
+@pytest.mark.virtual
 async def test_an_engine_that_does_not_close_is_killed(cause: str | None) -> None:
     """When it stops, and when it has failed: then it is started again for its own reason."""
     scene = Scene(process(Ready(detail="a"), ignores=True), settings=Supervision(close_timeout_s=3))
@@ -200,7 +199,7 @@ async def test_an_engine_that_does_not_close_is_killed(cause: str | None) -> Non
     assert scene.said[1] == (("stopped", why) if cause is None else restart)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_process_that_falls_silent_is_killed_and_started_again() -> None:
     """One that says that it is there lives on."""
     settings = Supervision(liveness_timeout_s=10, restart_delay_s=0.5)
@@ -233,7 +232,7 @@ async def test_a_process_that_falls_silent_is_killed_and_started_again() -> None
         ([Failed(message="no weights", config=True)], 2, "config"),
     ],
 )
-@virtual
+@pytest.mark.virtual
 async def test_it_is_said_why_a_process_ended(reports: list[Report], status: int, reason: str) -> None:
     scene = Scene(process(*reports, ends=status), process(Ready()))
     failures: list[str] = []

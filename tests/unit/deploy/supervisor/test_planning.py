@@ -16,7 +16,6 @@ from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.explain.entries import Round, read_entries
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.observations.windows import GpuUse, RequestWindow, WorkerWindow
-from tests.support.coroutines import virtual
 from tests.support.planner_world import digest
 
 A = Role.AGGREGATED
@@ -68,14 +67,14 @@ def log(tmp_path):
     return tmp_path / "planner.jsonl"
 
 
-@virtual
+@pytest.mark.virtual
 async def test_without_planner_in_the_graph_there_is_none(log):
     planned = Planned(log, None)
     assert planned.planning is None
     assert not planned.said
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_data_sheet_is_warned_of_once_and_a_mock_engine_is_not(log):
     said = Planned(log, {"max_workers": 3}).said
     assert said[0].startswith("planner starting 1 to 3 aggregated for TTFT 2000 ms and ITL 50 ms of 90 %")
@@ -84,7 +83,7 @@ async def test_a_data_sheet_is_warned_of_once_and_a_mock_engine_is_not(log):
     assert not any("has no profile" in line for line in said)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_steps_that_are_slower_than_set_add_workers(log):
     counts = []
     for step_s in (0.01, 0.04):
@@ -96,7 +95,7 @@ async def test_steps_that_are_slower_than_set_add_workers(log):
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-@virtual
+@pytest.mark.virtual
 async def test_each_change_or_what_a_dry_run_would_change_is_said_once(log, dry_run):
     settings = {"max_workers": 4, "act": {"dry_run": dry_run}}
     planned = Planned(log, settings, engine="mock", max_running_requests=4)
@@ -107,7 +106,7 @@ async def test_each_change_or_what_a_dry_run_would_change_is_said_once(log, dry_
     assert workers == (1 if dry_run else 4)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_the_power_of_gpus_and_a_rehearsal_are_told(log):
     """What workers draw goes from their windows to the frontend's metrics, and to `penstock planner why`."""
     registry = CollectorRegistry()

@@ -11,7 +11,7 @@ from penstock.deploy.commands.watching.app import TopApp
 from penstock.deploy.commands.watching.row_screen import RowScreen
 from penstock.deploy.commands.watching.seen import Seen
 from tests.support import snapshots
-from tests.support.coroutines import given_by
+from tests.support.given_by import given_by
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,6 @@ from penstock.core.types.instances import Role
 from penstock.deploy.supervisor.resources.host_arena import HostArena
 from penstock.graph import RoleSpec
 from penstock.kv.namespace import Namespace
-from tests.support.coroutines import real
 from tests.support.shared_host import HostWorker
 from tests.support.slots import chain
 
@@ -53,7 +52,6 @@ def test_roles_without_a_host_tier_have_no_part():
 
 
 @pytest.mark.parametrize("block_bytes", [32, 256, 65_536])
-@real
 async def test_a_workers_blocks_and_their_records_fit(block_bytes):
     """Also the smallest blocks, whose records are larger than they are."""
     with HostArena({Role.AGGREGATED: role("4MiB")}) as arena:

@@ -11,7 +11,6 @@ from penstock.core.types.instances import Role
 from penstock.deploy.messages import Drain, Failed
 from penstock.deploy.supervisor.rollout.rollout import Aim, Rollout
 from penstock.graph import Graph
-from tests.support.coroutines import virtual
 from tests.support.scripted_pool import PoolScene, ScriptedProcess
 
 CPU = {"engine": "mock", "replicas": 2}
@@ -64,7 +63,7 @@ async def changing(before, *, devices=None, **options):
         pool.check()
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_new_worker_is_ready_before_an_old_one_drains():
     async with changing({"aggregated": CPU}) as done:
         await done.rollout.run()
@@ -80,7 +79,7 @@ async def test_a_new_worker_is_ready_before_an_old_one_drains():
         assert done.templates() == [("worker-2", "new"), ("worker-3", "new")]
 
 
-@virtual
+@pytest.mark.virtual
 async def test_without_room_an_old_worker_goes_first_and_never_two():
     async with changing({"aggregated": GPU}, devices=4) as done:
         done.rollout.check()
@@ -103,14 +102,14 @@ async def test_without_room_an_old_worker_goes_first_and_never_two():
         (CPU | {"engine": "paged", "kv": {"disk": "/d:1GiB"}}, None, False, "one after another, each old one draining first, as there is no room beside it"),
     ],
 )  # fmt: skip
-@virtual
+@pytest.mark.virtual
 async def test_the_order_is_told_by_the_room_that_there_is(role, devices, is_revision, order):
     async with changing({"aggregated": role}, devices=devices, is_revision=is_revision) as done:
         assert done.rollout.order(list(Role)) == order
         assert done.rollout.order([Role.PREFILL]) in {"one after another", "beside the old ones, then switch"}
 
 
-@virtual
+@pytest.mark.virtual
 async def test_workers_of_another_revision_start_beside_the_old_ones_which_then_drain_for_long_all_at_once():
     async with changing(PAIR, is_revision=True) as done:
         old = {worker.name: done.scene.processes[worker.name] for worker in done.pool.workers}
@@ -121,7 +120,7 @@ async def test_workers_of_another_revision_start_beside_the_old_ones_which_then_
         assert {template for _, template in done.templates()} == {"new"}
 
 
-@virtual
+@pytest.mark.virtual
 async def test_without_room_half_of_a_revision_makes_room_for_the_next():
     async with changing({"aggregated": GPU}, devices=4, is_revision=True) as done:
         await done.rollout.run()
@@ -131,7 +130,7 @@ async def test_without_room_half_of_a_revision_makes_room_for_the_next():
         assert len(done.templates()) == 4
 
 
-@virtual
+@pytest.mark.virtual
 async def test_the_only_worker_of_a_full_machine_is_refused_before_anything_happens():
     async with changing({"aggregated": GPU | {"replicas": 1}}, devices=1) as done:
         with pytest.raises(RequestError, match=r"worker-1 is its only worker, and a new one finds no room"):
@@ -140,7 +139,7 @@ async def test_the_only_worker_of_a_full_machine_is_refused_before_anything_happ
 
 
 @pytest.mark.parametrize("kv", [{"host": "1GiB"}, {"disk": "/var/cache/kv:1GiB"}], ids=["host", "disk"])
-@virtual
+@pytest.mark.virtual
 async def test_a_worker_with_memory_or_files_of_its_own_ends_before_its_successor_begins(kv):
     async with changing(
         {"aggregated": {"engine": "paged", "replicas": 2, "kv": kv, "replicas_max": 4}}
@@ -150,7 +149,7 @@ async def test_a_worker_with_memory_or_files_of_its_own_ends_before_its_successo
         assert done.templates() == [("worker-1", "new"), ("worker-2", "new")]
 
 
-@virtual
+@pytest.mark.virtual
 async def test_workers_of_a_role_that_is_gone_drain_once_those_of_a_new_one_are_ready():
     async with changing({"aggregated": CPU}, roles=PAIR) as done:
         await done.rollout.run()
@@ -171,7 +170,7 @@ class Failing(ScriptedProcess):
 @pytest.mark.parametrize("config", [True, False], ids=["wrong setting", "three times"])
 @pytest.mark.parametrize("is_revision", [False, True], ids=["one by one", "revision"])
 @pytest.mark.parametrize("devices", [3, 2], ids=["with room", "full"])
-@virtual
+@pytest.mark.virtual
 async def test_a_worker_that_does_not_come_up_leaves_as_many_old_ones_as_before(config, is_revision, devices):
     roles = {"aggregated": GPU | {"replicas": 2}}
     async with changing(roles, devices=devices, is_revision=is_revision) as done:
@@ -185,7 +184,7 @@ async def test_a_worker_that_does_not_come_up_leaves_as_many_old_ones_as_before(
         assert all(worker.running.ready.is_set() for worker in done.pool.workers)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_fewer_workers_of_another_kind_start_no_more_than_are_wanted():
     async with changing({"aggregated": CPU | {"replicas": 3}}, counts={Role.AGGREGATED: 1}) as done:
         await done.rollout.run()

@@ -10,7 +10,6 @@ from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
 from penstock.deploy.messages import Failed, Phase, Ready, RoleChanged
 from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
-from tests.support.coroutines import virtual
 from tests.support.scripted_pool import PoolScene, ScriptedProcess
 
 AGGREGATED = {"aggregated": {"engine": "mock"}}
@@ -26,7 +25,7 @@ def declared(roles):
     return {Role(role): spec.get("replicas", 1) for role, spec in roles.items()}
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_start_is_seen_as_it_proceeds():
     scene = PoolScene(AGGREGATED)
     async with scene.running() as pool:
@@ -45,7 +44,7 @@ async def test_a_start_is_seen_as_it_proceeds():
         assert scale.limits[0].start_s == pytest.approx(2.0)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_worker_that_fails_to_start_is_seen_and_tried_again():
     scene = PoolScene(AGGREGATED)
     async with scene.running() as pool:
@@ -83,7 +82,7 @@ def failing(scene, **failures):
 
 
 @pytest.mark.parametrize("failure", [NOT_THERE, WRONG], ids=["not there", "wrong"])
-@virtual
+@pytest.mark.virtual
 async def test_a_deployment_starts_without_servers_that_are_not_there_or_wrong(failure):
     scene = failing(PoolScene(THREE), **{"worker-2": failure})
     async with asyncio.timeout(120), scene.running() as pool:
@@ -99,7 +98,7 @@ async def test_a_deployment_starts_without_servers_that_are_not_there_or_wrong(f
         assert states(await pool.scale())["worker-2"] is ReplicaState.READY
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_deployment_waits_for_a_server_of_each_role():
     scene = failing(PoolScene(PAIR), **{"prefill-1": NOT_THERE})
     with pytest.raises(TimeoutError):
@@ -110,7 +109,7 @@ async def test_a_deployment_waits_for_a_server_of_each_role():
         pass
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_role_whose_servers_are_all_wrong_ends_the_start():
     scene = failing(PoolScene(PAIR), **{"decode-1": WRONG, "decode-2": WRONG})
     with pytest.raises(ExceptionGroup) as caught:
@@ -119,7 +118,7 @@ async def test_a_role_whose_servers_are_all_wrong_ends_the_start():
     assert caught.group_contains(ConfigError, match="serves 'other'")
 
 
-@virtual
+@pytest.mark.virtual
 async def test_two_workers_never_have_the_same_devices():
     scene = PoolScene(GPUS, devices=6)
     async with scene.running() as pool:
@@ -144,7 +143,7 @@ async def test_two_workers_never_have_the_same_devices():
         scene.devices.check()
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_worker_that_does_not_drain_is_killed():
     scene = PoolScene(AGGREGATED)
     async with scene.running() as pool:
@@ -158,7 +157,7 @@ async def test_a_worker_that_does_not_drain_is_killed():
         assert list(states(await pool.scale())) == ["worker-1"]
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_flipped_worker_starts_again_in_its_new_role():
     scene = PoolScene(PAIR)
     async with scene.running() as pool:
@@ -169,7 +168,7 @@ async def test_a_flipped_worker_starts_again_in_its_new_role():
         assert len((await pool.scale()).of(Role.PREFILL)) == 2
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_flip_that_the_worker_refuses_changes_nothing():
     scene = PoolScene(PAIR)
     async with scene.running() as pool:
@@ -181,7 +180,7 @@ async def test_a_flip_that_the_worker_refuses_changes_nothing():
         assert len((await pool.scale()).of(Role.DECODE)) == 2
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_flip_ends_with_its_process():
     scene = PoolScene(PAIR)
     async with scene.running() as pool:
@@ -192,7 +191,7 @@ async def test_a_flip_ends_with_its_process():
         assert scene.jobs[-1].role is Role.DECODE
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_change_of_role_that_somebody_else_asks_for_is_known():
     scene = PoolScene(PAIR)
     async with scene.running() as pool:
@@ -204,7 +203,7 @@ async def test_a_change_of_role_that_somebody_else_asks_for_is_known():
         assert len(scale.of(Role.PREFILL)) == 2
 
 
-@virtual
+@pytest.mark.virtual
 async def test_the_last_ready_worker_stays_while_another_starts():
     scene = PoolScene(AGGREGATED)
     async with scene.running() as pool:
@@ -216,7 +215,7 @@ async def test_the_last_ready_worker_stays_while_another_starts():
             await pool.retire(["worker-1"], by="test")
 
 
-@virtual
+@pytest.mark.virtual
 async def test_the_last_prefill_worker_stays_where_decode_workers_compute_no_prompts():
     scene = PoolScene(PAIR | {"prefill": {"engine": "mock", "replicas": 2}})
     scene.next = partial(ScriptedProcess, needs_prefill=True)
@@ -230,7 +229,7 @@ async def test_the_last_prefill_worker_stays_where_decode_workers_compute_no_pro
                 await change
 
 
-@virtual
+@pytest.mark.virtual
 async def test_the_last_worker_of_an_adapter_stays():
     roles = {
         "aggregated": {"engine": "mock", "replicas": 2, "adapters": ["a", "b"], "adapters_per_worker": 1}
@@ -252,7 +251,7 @@ async def test_the_last_worker_of_an_adapter_stays():
         ({"engine": "paged", "replicas": 512}, "512 workers compute on"),
     ],
 )
-@virtual
+@pytest.mark.virtual
 async def test_why_no_more_may_be_added(fields, why):
     async with PoolScene({"aggregated": {"engine": "mock"} | fields}).running() as pool:
         assert (await pool.scale()).limits[0].room == 0
@@ -260,7 +259,7 @@ async def test_why_no_more_may_be_added(fields, why):
             await pool.add(Role.AGGREGATED, by="test")
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_restarted_deployment_has_the_workers_it_was_scaled_to(tmp_path):
     with ScaleFile(tmp_path, declared(PAIR)) as file:
         async with PoolScene(PAIR, file=file).running() as pool:
@@ -284,7 +283,7 @@ async def test_a_restarted_deployment_has_the_workers_it_was_scaled_to(tmp_path)
     [(AGGREGATED, {"aggregated": {"engine": "mock", "replicas": 3}}, None, 3), (GPUS, GPUS, 2, 1)],
     ids=["the graph counts more", "no devices for it"],
 )
-@virtual
+@pytest.mark.virtual
 async def test_a_kept_scale_that_does_not_fit_is_left(tmp_path, first, then, devices, count):
     with ScaleFile(tmp_path, declared(first)) as file:
         async with PoolScene(first, file=file).running() as pool:
@@ -294,7 +293,7 @@ async def test_a_kept_scale_that_does_not_fit_is_left(tmp_path, first, then, dev
             assert len((await pool.scale()).replicas) == count
 
 
-@virtual
+@pytest.mark.virtual
 async def test_nothing_changes_before_it_is_open_and_once_it_closes():
     scene = PoolScene(AGGREGATED)
     async with scene.running() as pool:
