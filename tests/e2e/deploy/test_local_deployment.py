@@ -51,22 +51,20 @@ def test_an_error_in_the_body_ends_everything_at_once():
     assert not any(process.is_running() for process in processes)
 
 
-def test_a_cancelled_body_ends_everything():
-    async def main():
-        entered = asyncio.Event()
+@pytest.mark.within(240)
+async def test_a_cancelled_body_ends_everything():
+    entered = asyncio.Event()
 
-        async def serve():
-            async with LocalDeployment(graph_of()):
-                entered.set()
-                await asyncio.sleep(60)
+    async def serve():
+        async with LocalDeployment(graph_of()):
+            entered.set()
+            await asyncio.sleep(60)
 
-        async with asyncio.TaskGroup() as group:
-            serving = group.create_task(serve())
-            await entered.wait()
-            serving.cancel()
-        assert serving.cancelled()
-
-    run(main)
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(serve())
+        await entered.wait()
+        serving.cancel()
+    assert serving.cancelled()
 
 
 def test_a_deployment_that_fails_for_good_cancels_the_body_and_says_why(tmp_path):
@@ -82,27 +80,25 @@ def test_a_deployment_that_fails_for_good_cancels_the_body_and_says_why(tmp_path
         run(serve)
 
 
-def test_a_worker_that_cannot_start_again_is_tried_while_others_serve(tmp_path):
+@pytest.mark.within(240)
+async def test_a_worker_that_cannot_start_again_is_tried_while_others_serve(tmp_path):
     model = shutil.copytree(MODEL_DIR, tmp_path / "model")
     said = []
-
-    async def main():
-        graph = graph_of(
-            model=str(model),
-            role={"replicas": 2},
-            supervision={"restart_delay_s": 0.05, "failed_starts_max": 1},
-        )
-        async with LocalDeployment(graph, say=lambda *line: said.append(line)) as deployment:
-            (model / "config.json").rename(model / "config.away")
-            os.kill(deployment.pids()["worker-1"], signal.SIGKILL)
-            await until(lambda: sum(line[:2] == ("worker-1", "failed") for line in said) >= 2)
-            (model / "config.away").rename(model / "config.json")
-            await until(lambda: sum(line[:2] == ("worker-1", "ready") for line in said) == 2)
-
-    run(main)
+    graph = graph_of(
+        model=str(model),
+        role={"replicas": 2},
+        supervision={"restart_delay_s": 0.05, "failed_starts_max": 1},
+    )
+    async with LocalDeployment(graph, say=lambda *line: said.append(line)) as deployment:
+        (model / "config.json").rename(model / "config.away")
+        os.kill(deployment.pids()["worker-1"], signal.SIGKILL)
+        await until(lambda: sum(line[:2] == ("worker-1", "failed") for line in said) >= 2)
+        (model / "config.away").rename(model / "config.json")
+        await until(lambda: sum(line[:2] == ("worker-1", "ready") for line in said) == 2)
 
 
-def test_cores_of_decode_workers_are_for_them_alone():
+@pytest.mark.within(240)
+async def test_cores_of_decode_workers_are_for_them_alone():
     cores = sorted(os.sched_getaffinity(0))
     assert len(cores) > 1, "needs two cores"
 
@@ -112,27 +108,22 @@ def test_cores_of_decode_workers_are_for_them_alone():
         threads.sort(key=lambda thread: (thread != pid, thread))  # numbers start anew at some point
         return [sorted(os.sched_getaffinity(thread)) for thread in threads]
 
-    async def main():
-        graph = graph_of(
-            model=str(MODEL_DIR), roles={"prefill": {}, "decode": {}}, worker={"own_cores": True}
-        )
-        async with LocalDeployment(graph) as deployment:
-            for _ in range(2):
-                others = [core for core in cores if core != cores[1]]
-                pids = deployment.pids()
-                assert {*map(tuple, threads_of(pids["frontend-1"]))} == {tuple(others)}
-                main, *rest = threads_of(pids["prefill-1"])
-                assert main == others
-                assert [cores[0]] in rest
-                main, *rest = threads_of(pids["decode-1"])
-                assert main == cores
-                assert [cores[1]] in rest
-                os.kill(pids["frontend-1"], signal.SIGKILL)  # the next one is kept off as well
-                await until(lambda before=pids: deployment.pids().get("frontend-1") != before["frontend-1"])
-                member = next(member for member in deployment.members if member.name == "frontend-1")
-                await member.ready.wait()
-
-    run(main)
+    graph = graph_of(model=str(MODEL_DIR), roles={"prefill": {}, "decode": {}}, worker={"own_cores": True})
+    async with LocalDeployment(graph) as deployment:
+        for _ in range(2):
+            others = [core for core in cores if core != cores[1]]
+            pids = deployment.pids()
+            assert {*map(tuple, threads_of(pids["frontend-1"]))} == {tuple(others)}
+            main, *rest = threads_of(pids["prefill-1"])
+            assert main == others
+            assert [cores[0]] in rest
+            main, *rest = threads_of(pids["decode-1"])
+            assert main == cores
+            assert [cores[1]] in rest
+            os.kill(pids["frontend-1"], signal.SIGKILL)  # the next one is kept off as well
+            await until(lambda before=pids: deployment.pids().get("frontend-1") != before["frontend-1"])
+            member = next(member for member in deployment.members if member.name == "frontend-1")
+            await member.ready.wait()
 
 
 async def until(holds):

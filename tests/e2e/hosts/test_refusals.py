@@ -19,7 +19,6 @@ from penstock.runtime.discovery.memory import MemoryDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.runtime.tls import PlaneTls, PlaneTlsConfig
-from penstock.testing.loop import run_async
 from penstock.testing.planes.scripted_worker import ScriptedWorker, scripted_instance
 from tests.support.certificates import make_authority, make_certificate
 
@@ -48,23 +47,17 @@ async def refused(server, client, reason):
 
 
 @pytest.mark.parametrize("server_secret", [b"another secret", b""])
-def test_another_secret(server_secret):
-    async def scenario():
-        logs = await refused(TcpPlane(Identity(secret=server_secret)), TcpPlane(OURS), "refused")
-        assert "the two secrets differ" in logs["worker_unreachable"]["error"]
-        assert "the two secrets differ" in logs["frontend_refused"]["error"]
-
-    run_async(scenario())
+async def test_another_secret(server_secret):
+    logs = await refused(TcpPlane(Identity(secret=server_secret)), TcpPlane(OURS), "refused")
+    assert "the two secrets differ" in logs["worker_unreachable"]["error"]
+    assert "the two secrets differ" in logs["frontend_refused"]["error"]
 
 
-def test_another_hash_key():
-    async def scenario():
-        other = Identity(secret=OURS.secret, hash_key=b"another key 1234")
-        logs = await refused(TcpPlane(other), TcpPlane(OURS), "refused")
-        assert "hash key" in logs["worker_unreachable"]["error"]
-        assert "hash key" in logs["frontend_refused"]["error"]
-
-    run_async(scenario())
+async def test_another_hash_key():
+    other = Identity(secret=OURS.secret, hash_key=b"another key 1234")
+    logs = await refused(TcpPlane(other), TcpPlane(OURS), "refused")
+    assert "hash key" in logs["worker_unreachable"]["error"]
+    assert "hash key" in logs["frontend_refused"]["error"]
 
 
 def tls_of(files):
@@ -72,17 +65,14 @@ def tls_of(files):
 
 
 @pytest.mark.needs("openssl")
-def test_a_certificate_of_another_authority(tmp_path):
+async def test_a_certificate_of_another_authority(tmp_path):
     def tls(name):
         return tls_of(make_certificate(tmp_path, f"{name}-host", make_authority(tmp_path, name)))
 
-    async def scenario():
-        server, client = (TcpPlane(OURS, tls=tls(name)) for name in ("ours", "others"))
-        logs = await refused(server, client, "tls")
-        assert "certificate" in logs["worker_unreachable"]["error"]
-        assert "tls_refused" in logs
-
-    run_async(scenario())
+    server, client = (TcpPlane(OURS, tls=tls(name)) for name in ("ours", "others"))
+    logs = await refused(server, client, "tls")
+    assert "certificate" in logs["worker_unreachable"]["error"]
+    assert "tls_refused" in logs
 
 
 async def joined(hub, identity, tls=None):
@@ -106,33 +96,26 @@ async def joined(hub, identity, tls=None):
     ],
     ids=["secret", "name"],
 )
-def test_a_host_that_the_hub_refuses_is_told_once_and_at_once(identity, why):
-    async def scenario():
-        told, logs = await joined(LocalHub(OURS), identity)
-        assert re.search(why, told)
-        assert "is the supervisor running" not in told
-        refusals = [log["error"] for log in logs if log["event"] == "client_refused"]
-        assert len(refusals) == 1
-        assert re.search(why, refusals[0])
-
-    run_async(scenario())
+async def test_a_host_that_the_hub_refuses_is_told_once_and_at_once(identity, why):
+    told, logs = await joined(LocalHub(OURS), identity)
+    assert re.search(why, told)
+    assert "is the supervisor running" not in told
+    refusals = [log["error"] for log in logs if log["event"] == "client_refused"]
+    assert len(refusals) == 1
+    assert re.search(why, refusals[0])
 
 
 @pytest.mark.needs("openssl")
-def test_a_host_whose_certificate_the_hub_does_not_trust_is_told_so_at_both_ends(tmp_path):
+async def test_a_host_whose_certificate_the_hub_does_not_trust_is_told_so_at_both_ends(tmp_path):
     ours, others = make_authority(tmp_path, "ours"), make_authority(tmp_path, "others")
     hub_tls = tls_of(make_certificate(tmp_path, "hub", ours))
     trusts_both = tmp_path / "both.pem"
     trusts_both.write_bytes(ours.read_bytes() + others.read_bytes())
     host = make_certificate(tmp_path, "host", others)
     host_tls = tls_of(host.model_copy(update={"authority": str(trusts_both)}))
-
-    async def scenario():
-        hub = LocalHub(OURS, tls=hub_tls, config=DiscoveryConfig(connect_timeout_s=10))
-        told, logs = await joined(hub, OURS, host_tls)
-        assert "refuse this host's certificate" in told
-        assert "is the supervisor running" not in told
-        refused = next(log for log in logs if log["event"] == "tls_refused")
-        assert refused["error"] == "self-signed certificate in certificate chain"
-
-    run_async(scenario())
+    hub = LocalHub(OURS, tls=hub_tls, config=DiscoveryConfig(connect_timeout_s=10))
+    told, logs = await joined(hub, OURS, host_tls)
+    assert "refuse this host's certificate" in told
+    assert "is the supervisor running" not in told
+    refused = next(log for log in logs if log["event"] == "tls_refused")
+    assert refused["error"] == "self-signed certificate in certificate chain"

@@ -38,54 +38,45 @@ async def joined(leader: NodeLeader, rank: int, **changes: Any) -> NodeFollower:
     return follower
 
 
-def test_all_nodes_join_start_together_and_learn_of_an_end() -> None:
-    async def scenario() -> None:
-        async with leading() as leader:
-            first = await joined(leader, 1)
-            assert leader.missing == [2]
-            second = await joined(leader, 2)
-            await leader.gather(TIMEOUT_S)
-            assert (first.own_address, first.leader_address) == ("127.0.0.1", "127.0.0.1")
+async def test_all_nodes_join_start_together_and_learn_of_an_end() -> None:
+    async with leading() as leader:
+        first = await joined(leader, 1)
+        assert leader.missing == [2]
+        second = await joined(leader, 2)
+        await leader.gather(TIMEOUT_S)
+        assert (first.own_address, first.leader_address) == ("127.0.0.1", "127.0.0.1")
+        leader.start(4711)
+        assert [await first.start(), await second.start()] == [4711, 4711]
+        assert not leader.leaving.done()
+        first.leave()
+        await leader.leaving
+        second.close("the test")
+        assert (await leader.lost).startswith("node 2 of 3 (127.0.0.1:")
+    assert "node 0 ended: it said goodbye" in await first.ended
+
+
+async def test_a_node_that_is_lost_before_the_start_may_join_again() -> None:
+    async with leading() as leader:
+        (await joined(leader, 1)).close("started again")
+        while leader.missing != [1, 2]:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        for rank in (1, 2):
+            await joined(leader, rank)
+        await leader.gather(TIMEOUT_S)
+        assert not leader.lost.done()
+
+
+async def test_a_node_that_is_lost_once_all_are_gathered_is_not_waited_for() -> None:
+    async with leading() as leader:
+        first, second = await joined(leader, 1), await joined(leader, 2)
+        await leader.gather(TIMEOUT_S)
+        second.close("the test")
+        while not leader.missing:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable, match="node 2 of 3 was lost before the start"):
             leader.start(4711)
-            assert [await first.start(), await second.start()] == [4711, 4711]
-            assert not leader.leaving.done()
-            first.leave()
-            await leader.leaving
-            second.close("the test")
-            assert (await leader.lost).startswith("node 2 of 3 (127.0.0.1:")
-        assert "node 0 ended: it said goodbye" in await first.ended
-
-    asyncio.run(scenario())
-
-
-def test_a_node_that_is_lost_before_the_start_may_join_again() -> None:
-    async def scenario() -> None:
-        async with leading() as leader:
-            (await joined(leader, 1)).close("started again")
-            while leader.missing != [1, 2]:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.01)
-            for rank in (1, 2):
-                await joined(leader, rank)
-            await leader.gather(TIMEOUT_S)
-            assert not leader.lost.done()
-
-    asyncio.run(scenario())
-
-
-def test_a_node_that_is_lost_once_all_are_gathered_is_not_waited_for() -> None:
-    async def scenario() -> None:
-        async with leading() as leader:
-            first, second = await joined(leader, 1), await joined(leader, 2)
-            await leader.gather(TIMEOUT_S)
-            second.close("the test")
-            while not leader.missing:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.01)
-            with pytest.raises(Unavailable, match="node 2 of 3 was lost before the start"):
-                leader.start(4711)
-        with pytest.raises(Unavailable, match="node 0 ended"):
-            await first.start()
-
-    asyncio.run(scenario())
+    with pytest.raises(Unavailable, match="node 0 ended"):
+        await first.start()
 
 
 @pytest.mark.parametrize(
@@ -96,32 +87,26 @@ def test_a_node_that_is_lost_once_all_are_gathered_is_not_waited_for() -> None:
         (1, {"secret": b"a guess of a stranger"}, ProtocolError, "deployment secret: the peer's proof does not fit"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_at_once(
+async def test_what_is_wrong_is_said_at_once(
     rank: int, changes: dict[str, Any], error: type[PenstockError], text: str
 ) -> None:
-    async def scenario() -> None:
-        async with leading() as leader:
-            with pytest.raises(error, match=text):
-                await joined(leader, rank, **changes)
-            assert leader.missing == [1, 2]
-
-    asyncio.run(scenario())
+    async with leading() as leader:
+        with pytest.raises(error, match=text):
+            await joined(leader, rank, **changes)
+        assert leader.missing == [1, 2]
 
 
-def test_who_is_missed_is_named_at_both_ends() -> None:
-    async def scenario() -> None:
-        async with leading() as leader:
-            address = str(leader.address)
-            await joined(leader, 1)
-            again = NodeFollower(address, identity(), rank=1, arguments=ARGUMENTS)
-            with pytest.raises(
-                Unavailable, match=r"within 1 s: --node-rank 1: 127\.0\.0\.1:\d+ has joined with it"
-            ):
-                await again.join(1.0, random.Random(1))
-            with pytest.raises(Unavailable, match=rf"node 2 of 3 .* did not join {address} within 0.1 s"):
-                await leader.gather(0.1)
-        nobody = NodeFollower(address, identity(), rank=2, arguments=ARGUMENTS)
-        with pytest.raises(Unavailable, match=r"node 0 did not take this one at .* within 1 s: .*[Cc]onnect"):
-            await nobody.join(1.0, random.Random(1))
-
-    asyncio.run(scenario())
+async def test_who_is_missed_is_named_at_both_ends() -> None:
+    async with leading() as leader:
+        address = str(leader.address)
+        await joined(leader, 1)
+        again = NodeFollower(address, identity(), rank=1, arguments=ARGUMENTS)
+        with pytest.raises(
+            Unavailable, match=r"within 1 s: --node-rank 1: 127\.0\.0\.1:\d+ has joined with it"
+        ):
+            await again.join(1.0, random.Random(1))
+        with pytest.raises(Unavailable, match=rf"node 2 of 3 .* did not join {address} within 0.1 s"):
+            await leader.gather(0.1)
+    nobody = NodeFollower(address, identity(), rank=2, arguments=ARGUMENTS)
+    with pytest.raises(Unavailable, match=r"node 0 did not take this one at .* within 1 s: .*[Cc]onnect"):
+        await nobody.join(1.0, random.Random(1))
