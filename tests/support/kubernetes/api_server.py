@@ -183,21 +183,17 @@ class ApiServer:
         elif parts[:1] == ["apis"] and len(parts) >= 3:
             group, version, rest = parts[1], parts[2], parts[3:]
         else:
-            raise Refused(404, "NotFound", "the server could not find the requested resource")
-        if not rest:
-            raise Refused(404, "NotFound", "the server could not find the requested resource")
+            group, version, rest = "", "", []
         namespace = ""
         if len(rest) >= 3 and rest[0] == "namespaces":
             namespace, rest = rest[1], rest[2:]
-        kind = self.store.kinds.find(group, version, rest[0])
-        if kind is None or len(rest) > 3 or (namespace and not kind.is_namespaced):
-            raise Refused(404, "NotFound", "the server could not find the requested resource")
-        name, subresource = (rest[1] if len(rest) > 1 else ""), (rest[2] if len(rest) > 2 else "")
+        kind = self.store.kinds.find(group, version, rest[0]) if rest else None
+        name, subresource = (*rest[1:], "", "")[:2]
         if (
-            subresource
-            and not (subresource == "status" and kind.has_status)
-            and not (subresource == "scale" and kind.scale)
-            and not (subresource == "eviction" and kind.key == PODS)
+            kind is None
+            or len(rest) > 3
+            or (namespace and not kind.is_namespaced)
+            or not _has(kind, subresource)
         ):
             raise Refused(404, "NotFound", "the server could not find the requested resource")
         verb = verb_of(request, name, subresource)
@@ -389,3 +385,9 @@ class ApiServer:
                     "type": "BOOKMARK",
                     "object": {"kind": kind.name, "apiVersion": kind.api_version, "metadata": metadata},
                 }
+
+
+def _has(kind: Kind, subresource: str) -> bool:
+    return {
+        "": True, "status": kind.has_status, "scale": kind.scale is not None, "eviction": kind.key == PODS,
+    }.get(subresource, False)  # fmt: skip

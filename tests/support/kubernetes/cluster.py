@@ -20,20 +20,12 @@ from tests.support.kubernetes.store import Store, Stored, now
 _CONTROLLER = Manager("kube-controller-manager", "Update")
 _KUBELET = Manager("kubelet", "Update", "status")
 _HASH = "pod-template-hash"
-TROUBLES: dict[str, Object] = {
-    "image": {
-        "waiting": {
-            "reason": "ImagePullBackOff",
-            "message": 'Back-off pulling image "registry.invalid/penstock:1"',
-        }
-    },
-    "config": {
-        "waiting": {"reason": "CreateContainerConfigError", "message": 'secret "chat-secret" not found'}
-    },
-    "crash": {
-        "waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}
-    },
+TROUBLES: dict[str, tuple[str, str]] = {
+    "image": ("ImagePullBackOff", 'Back-off pulling image "registry.invalid/penstock:1"'),
+    "config": ("CreateContainerConfigError", 'secret "chat-secret" not found'),
+    "crash": ("CrashLoopBackOff", "back-off 5m0s restarting failed container"),
 }
+"""Why a container waits, and what is said of it."""
 _UNSCHEDULABLE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 
 
@@ -149,13 +141,9 @@ class Cluster:
             return
         trouble = None if is_ready(pod) else self.troubles.get(part)
         if trouble == "unschedulable":
-            condition = {
-                "type": "PodScheduled",
-                "status": "False",
-                "reason": "Unschedulable",
-                "message": _UNSCHEDULABLE,
-            }
-            self.set_status(name, phase="Pending", conditions=[condition])
+            why = {"reason": "Unschedulable", "message": _UNSCHEDULABLE}
+            conditions = [{"type": "PodScheduled", "status": "False", **why}]
+            self.set_status(name, phase="Pending", conditions=conditions)
             return
         conditions = [
             {"type": "PodScheduled", "status": "True"},
@@ -165,7 +153,8 @@ class Cluster:
         if trouble is None:
             container |= {"ready": True, "state": {"running": {"startedAt": now()}}}
         else:
-            container |= {"ready": False, "state": TROUBLES[trouble]}
+            reason, message = TROUBLES[trouble]
+            container |= {"ready": False, "state": {"waiting": {"reason": reason, "message": message}}}
         if trouble == "crash":
             ended = {"exitCode": 137, "reason": "OOMKilled"}
             container |= {"restartCount": 6, "lastState": {"terminated": ended}}

@@ -78,11 +78,7 @@ class Store:
         body = copy.deepcopy(body)
         metadata = body.setdefault("metadata", {})
         if metadata.get("namespace", namespace) != namespace:
-            raise Refused(
-                400,
-                "BadRequest",
-                "the namespace of the provided object does not match the namespace sent on the request",
-            )
+            raise Refused(400, "BadRequest", "the namespace of the object does not match that of the request")
         name = metadata.get("name")
         if not name or len(name) > _NAME_CHARACTERS_MAX:
             raise invalid(kind.name, str(name), ["metadata.name: Required value"])
@@ -211,18 +207,11 @@ class Store:
 
     def _establish(self, kind: Kind, stored: Stored) -> None:
         self.kinds.add(stored.body)
-        before = copy.deepcopy(stored.body)
-        conditions = [
-            {
-                "type": "Established",
-                "status": "True",
-                "lastTransitionTime": now(),
-                "reason": "InitialNamesAccepted",
-            }
-        ]
         if stored.body.get("status", {}).get("conditions"):
             return
-        stored.body["status"] = {"conditions": conditions, "acceptedNames": stored.body["spec"]["names"]}
+        before = copy.deepcopy(stored.body)
+        established = {"type": "Established", "status": "True", "lastTransitionTime": now()}
+        stored.body["status"] = {"conditions": [established], "acceptedNames": stored.body["spec"]["names"]}
         self._note("MODIFIED", kind, stored, before)
 
     def _remove(self, kind: Kind, name: Name) -> None:
@@ -265,19 +254,11 @@ def _merged(kind: Kind, before: Object, given: Object, subresource: str) -> Obje
     if subresource == "status":
         after["status"] = given.get("status", {})
         return after
-    system = (
-        "uid",
-        "creationTimestamp",
-        "generation",
-        "deletionTimestamp",
-        "deletionGracePeriodSeconds",
-        "resourceVersion",
-    )
-    metadata = {
-        key: value
-        for key, value in given.get("metadata", {}).items()
-        if key not in (*system, "managedFields")
-    }
+    system = {
+        "uid", "creationTimestamp", "generation", "deletionTimestamp", "deletionGracePeriodSeconds", "resourceVersion",
+    }  # fmt: skip
+    given_metadata = given.get("metadata", {}).items()
+    metadata = {key: value for key, value in given_metadata if key not in {*system, "managedFields"}}
     metadata |= {key: before["metadata"][key] for key in system if key in before["metadata"]}
     metadata |= {key: before["metadata"][key] for key in ("name", "namespace") if key in before["metadata"]}
     after = {key: value for key, value in given.items() if key not in {"metadata", "apiVersion", "kind"}}
