@@ -14,8 +14,6 @@ import openai
 import psutil
 import pytest
 
-from tests.support.given_by import given_by
-
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 QUESTIONS = json.loads((Path(__file__).parents[2] / "data" / "demo_questions.json").read_text())
@@ -91,26 +89,3 @@ def test_the_demo_answers_questions_that_it_was_not_trained_on_within_its_memory
     ]
     assert len(QUESTIONS) == 20
     assert len(missed) <= 4, "\n".join(missed)
-
-
-@pytest.mark.nightly
-@given_by("deploy", workers=2, role={"engine": "paged", "kv_blocks": 1024}, timeout_s=240)
-async def test_a_paged_worker_killed_in_the_middle_of_a_stream_is_not_noticed(site):
-    prompt, options = (
-        "What is Penstock?",
-        {"max_tokens": 150, "temperature": 0.8, "frequency_penalty": 0.3},
-    )
-    undisturbed = await site.tell(prompt, **options)
-    text, chunks, usage = "", 0, None
-    async for chunk in site.stream(prompt, **options):
-        text += site.text_of(chunk)
-        usage = chunk.usage or usage
-        chunks += 1
-        if chunks == 40:
-            (busy,) = [name for name, w in (await site.workers()).items() if w["open_requests"]]
-            site.kill(busy)
-    assert (text, usage.prompt_tokens, usage.completion_tokens) == (
-        undisturbed[0],
-        undisturbed[1].prompt_tokens,
-        undisturbed[1].completion_tokens,
-    )

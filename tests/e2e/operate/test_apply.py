@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import signal
-import time
 from contextlib import asynccontextmanager
 
 import psutil
@@ -12,8 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from penstock.demo import MODEL_DIR
+from tests.support.host import until
 from tests.support.streams import Load
-from tests.support.up import TIMEOUT_S, Up
+from tests.support.up import Up
 
 pytestmark = pytest.mark.slow
 PROMPTS = [f"{number} times the same question" for number in range(6)]
@@ -43,16 +43,21 @@ def workers(up):
 
 def stop_a_starting_worker(up):
     """Stop a worker's process before it is ready, so that the rollout waits for it."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
+    stopped = []
+
+    def holds():
         for each in workers(up).values():
             if each["state"] == "starting" and each["pid"] is not None:
                 process = psutil.Process(each["pid"])
                 process.suspend()
                 if workers(up)[each["name"]]["state"] == "starting":
-                    return process
+                    stopped.append(process)
+                    return True
                 process.resume()
-    raise AssertionError("no worker starts")
+        return False
+
+    until(holds)
+    return stopped[0]
 
 
 def test_streams_go_on_through_replicas_arguments_and_roles(up):
@@ -120,9 +125,7 @@ def test_a_worker_that_does_not_come_up_stops_the_rollout_and_the_old_ones_stay(
     failed = asyncio.run(main())
     assert failed.returncode == 1
     assert "worker-3 does not come up: " in failed.stderr
-    assert {name: each["pid"] for name, each in workers(up).items()} == {
-        name: each["pid"] for name, each in before.items()
-    }
+    assert [each["pid"] for each in workers(up).values()] == [each["pid"] for each in before.values()]
     assert up.run("apply", graph).stdout == "nothing differs\n"
 
 
@@ -165,13 +168,14 @@ def test_a_killed_command_a_killed_new_worker_and_a_second_command_leave_a_rollo
             os.kill(starting.pid, signal.SIGKILL)
             await asyncio.to_thread(applying.wait)
             command.end()
-            deadline = time.monotonic() + TIMEOUT_S
-            while (
-                "under way" in (last := await asyncio.to_thread(up.run, "apply", changed, check=False)).stderr
-            ):
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.2)
-            assert (last.returncode, last.stdout) == (0, "nothing differs\n"), last.stderr
+            said = []
+
+            def is_over():
+                said[:] = [up.run("apply", changed, check=False)]
+                return "under way" not in said[0].stderr
+
+            await asyncio.to_thread(until, is_over)
+            assert (said[0].returncode, said[0].stdout) == (0, "nothing differs\n"), said[0].stderr
         assert {prompt: len(texts) for prompt, texts in load.answers.items()} == dict.fromkeys(PROMPTS, 1)
 
     asyncio.run(main())

@@ -34,17 +34,8 @@ def test_the_only_deployment_is_asked_and_of_two_the_named_one(up, tmp_path):
     assert "asleep now" in up.run("sleep", "worker-1").stdout
     assert "ready now" in up.run("wake", "worker-1").stdout
     report = tmp_path / "bench.json"
-    up.run(
-        "bench",
-        "serve",
-        "--model",
-        "penstock-demo",
-        "--quick",
-        "--api-key",
-        "sk-of-the-environment",
-        "--json",
-        report,
-    )
+    words = ("--model", "penstock-demo", "--quick", "--api-key", "sk-of-the-environment", "--json", report)
+    up.run("bench", "serve", *words)
     assert up.url in report.read_text()
     other = Up(up.folder, up.environment["XDG_RUNTIME_DIR"])
     other.environment = up.environment

@@ -76,9 +76,8 @@ def test_a_deployment_is_listed_logged_and_ended_while_a_stream_finishes(up):
 async def runs(session, up):
     """Tell whether a worker has a request."""
     token = (up.folder / "state" / "admin_token").read_text().strip()
-    async with session.get(
-        f"{up.url}/admin/workers", headers={"Authorization": f"Bearer {token}"}
-    ) as response:
+    headers = {"Authorization": f"Bearer {token}"}
+    async with session.get(f"{up.url}/admin/workers", headers=headers) as response:
         workers = (await response.json())["workers"]
     return any((worker["load"] or {}).get("running_requests") for worker in workers)
 
@@ -169,28 +168,3 @@ def test_parts_of_one_deployment_on_one_host_are_told_apart(up):
         assert [each["pid"] for each in up.ps()] == [whole.pid]
     finally:
         other.end()
-
-
-@pytest.mark.nightly
-def test_of_two_graphs_without_a_name_each_comes_back_with_its_own_scale(up, tmp_path):
-    folders = {name: tmp_path / name for name in ("blue", "green")}
-    for folder in folders.values():
-        folder.mkdir()
-
-    def workers_of(name, *, scale=None):
-        """Start a folder's graph, count its workers, scale it, and end it from its folder."""
-        one = Up(folders[name], up.environment["XDG_RUNTIME_DIR"])
-        one.environment = up.environment
-        try:
-            one.up(one.graph())
-            (listed,) = one.ps("default")
-            if scale is not None:
-                one.run("scale", "aggregated", str(scale))
-            one.run("down", "--now")
-        finally:
-            one.end()
-        return sum(each["role"] == "aggregated" for each in listed["processes"] if "role" in each)
-
-    assert workers_of("blue", scale=2) == 1
-    assert workers_of("blue") == 2
-    assert workers_of("green") == 1, "the other's scale is not its own"

@@ -16,15 +16,13 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"PENSTOCK_{level}", raising=False)
 
 
-def test_the_host_is_this_one_unless_it_is_said() -> None:
+def test_the_environment_overrides_the_graph_and_the_host_is_else_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert location_here(Location()) == Location(host=socket.gethostname())
     assert location_here(Location(host="gpu-7", zone="z")) == Location(host="gpu-7", zone="z")
-
-
-def test_the_environment_overrides_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_HOST", "node-1")
-    monkeypatch.setenv("PENSTOCK_REGION", "us ")
-    monkeypatch.setenv("PENSTOCK_RACK", "")
+    for level, name in (("HOST", "node-1"), ("REGION", "us "), ("RACK", "")):
+        monkeypatch.setenv(f"PENSTOCK_{level}", name)
     assert location_here(Location(rack="r1", region="eu")) == Location(host="node-1", rack="r1", region="us")
 
 

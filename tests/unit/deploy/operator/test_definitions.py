@@ -49,24 +49,17 @@ def test_every_example_fits_and_loses_nothing(path):
     assert schema.prune(graph_schema(), body) == body
 
 
-@pytest.mark.parametrize(
-    "graph",
-    [
-        {"roles": {"decode": {"engine": {"name": "vllm", "args": {"gpu_memory_utilization": 0.9}}}}},
-        {
-            "roles": {
-                "decode": {"kv": {"host": "8GiB", "disk": "/var/cache:10GiB", "object": "s3://a/b:1TiB"}}
-            }
-        },
-        {"roles": {"decode": {"weight_dtype": "bf16", "adapters": ["a"], "locations": [{"zone": "a"}]}}},
-        {"roles": {"aggregated": None}, "slo": None, "context_length": None},
-        {"router": {"policy": "kv"}, "frontend": {"port": 80}},
-        {
-            "kubernetes": {"pod": {"nodeSelector": {"a": None}}, "annotations": {"a": None}},
-            "roles": {"decode": {"kubernetes": {"container": {"resources": {"limits": {"rdma/ib": 1}}}}}},
-        },
-    ],
+SHORT_FORMS = (
+    {"roles": {"decode": {"engine": {"name": "vllm", "args": {"gpu_memory_utilization": 0.9}}}}},
+    {"roles": {"decode": {"kv": {"host": "8GiB", "disk": "/var/cache:10GiB", "object": "s3://a/b:1TiB"}}}},
+    {"roles": {"decode": {"weight_dtype": "bf16", "adapters": ["a"], "locations": [{"zone": "a"}]}}},
+    {"roles": {"aggregated": None}, "slo": None, "context_length": None},
+    {"kubernetes": {"pod": {"nodeSelector": {"a": None}}, "annotations": {"a": None}}},
+    {"roles": {"decode": {"kubernetes": {"container": {"resources": {"limits": {"rdma/ib": 1}}}}}}},
 )
+
+
+@pytest.mark.parametrize("graph", SHORT_FORMS)
 def test_short_forms_fit(graph):
     body = as_object({"model": "demo", **graph})
     schema.check(graph_schema(), body)

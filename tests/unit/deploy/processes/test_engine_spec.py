@@ -1,3 +1,5 @@
+"""What an engine is made of: a graph, a role and a checkpoint."""
+
 import pytest
 
 from penstock.core.errors import ConfigError
@@ -9,37 +11,36 @@ from penstock.engine.registry import create_engine
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.graph import Graph, RoleSpec
 
+CHECKPOINT = Checkpoint.open(str(MODEL_DIR))
+
+
+def spec_of(role, *, roles=None, context_length=None, **options):
+    """Give the spec of a role, or of one of these roles by its name."""
+    graph = Graph.model_validate({"model": "m", "roles": roles or {}, "context_length": context_length})
+    of = role if isinstance(role, RoleSpec) else getattr(graph.roles, role)
+    return engine_spec(graph, of, CHECKPOINT, **options)
+
 
 def test_tiers_that_an_engine_lacks_are_refused():
-    checkpoint = Checkpoint.open(str(MODEL_DIR))
     role = RoleSpec(engine="openai", engine_args={"url": "http://127.0.0.1:1"}, kv={"host": "2x"})
-    spec = engine_spec(Graph(model="m"), role, checkpoint)
     with pytest.raises(ConfigError, match="no KV tiers below its device, got host"):
-        create_engine("openai", spec)
-    assert engine_spec(Graph(model="m"), RoleSpec(engine="mock"), checkpoint).kv_blocks is None
+        create_engine("openai", spec_of(role))
+    assert spec_of(RoleSpec(engine="mock")).kv_blocks is None
 
 
-def test_the_context_is_the_models_unless_the_graph_asks_for_less() -> None:
-    checkpoint, role = Checkpoint.open(str(MODEL_DIR)), RoleSpec(engine="mock")
-    own = checkpoint.context_length
-    for asked, served in ((None, own), (own, own), (100, 100)):
-        assert engine_spec(Graph(model="m", context_length=asked), role, checkpoint).context_length == served
-    with pytest.raises(
-        ConfigError, match=f"^context_length: must be <= {own}, the model's own, got {own + 1}"
-    ):
-        engine_spec(Graph(model="m", context_length=own + 1), role, checkpoint)
+def test_the_context_is_the_models_unless_the_graph_asks_for_less():
+    role, own = RoleSpec(engine="mock"), CHECKPOINT.context_length
+    served = {asked: spec_of(role, context_length=asked).context_length for asked in (None, own, 100)}
+    assert served == {None: own, own: own, 100: 100}
+    said = f"^context_length: must be <= {own}, the model's own, got {own + 1}"
+    with pytest.raises(ConfigError, match=said):
+        spec_of(role, context_length=own + 1)
 
 
-def test_limits_are_each_ranks_and_each_roles() -> None:
-    checkpoint = Checkpoint.open(str(MODEL_DIR))
-    limits = {"max_running_requests": 7, "max_waiting_requests": 9}
-    roles = {
-        "prefill": {"engine": "mock", "max_batch_tokens": 99} | limits,
-        "decode": {"engine": "mock", "data_parallel": 4, "max_batch_tokens": 32, "prompt_order": "fcfs"}
-        | limits,
-    }
-    graph = Graph.model_validate({"model": "m", "roles": roles})
-    spec = engine_spec(graph, graph.roles.decode, checkpoint)
+def test_limits_are_each_ranks_and_each_roles():
+    limits = {"engine": "mock", "max_running_requests": 7, "max_waiting_requests": 9}
+    decode = limits | {"data_parallel": 4, "max_batch_tokens": 32, "prompt_order": "fcfs"}
+    spec = spec_of("decode", roles={"prefill": limits | {"max_batch_tokens": 99}, "decode": decode})
     one, four = spec.schedulers[Role.PREFILL], spec.schedulers[Role.DECODE]
     assert spec.scheduler == four
     assert (one.max_batch_tokens, one.prompt_budget, one.max_running_requests) == (99, 99, 7)
@@ -48,21 +49,15 @@ def test_limits_are_each_ranks_and_each_roles() -> None:
     assert [one.is_shortest_first(Role.PREFILL), four.is_shortest_first(Role.PREFILL)] == [True, False]
 
 
-def test_a_prefill_workers_steps_are_those_that_keep_its_engine_busy() -> None:
-    checkpoint = Checkpoint.open(str(MODEL_DIR))
-    roles = {"prefill": {"engine": "mock"}, "decode": {"engine": "mock"}}
-    graph = Graph.model_validate({"model": "m", "roles": roles})
-    spec = engine_spec(graph, graph.roles.prefill, checkpoint)
-    usual = SchedulerConfig().max_batch_tokens
+def test_a_prefill_workers_steps_are_those_that_keep_its_engine_busy():
+    spec = spec_of("prefill", roles={"prefill": {"engine": "mock"}, "decode": {"engine": "mock"}})
     sizes = {role: config.max_batch_tokens for role, config in spec.schedulers.items()}
-    assert sizes == {Role.PREFILL: 2048, Role.DECODE: usual}
+    assert sizes == {Role.PREFILL: 2048, Role.DECODE: SchedulerConfig().max_batch_tokens}
     assert spec.scheduler.max_batch_tokens == 2048, "as it is made, not only once it changes roles"
 
 
-def test_engines_on_cpus_keep_to_the_core_they_are_given() -> None:
-    checkpoint = Checkpoint.open(str(MODEL_DIR))
-    roles = {"prefill": {"engine": "mock"}, "decode": {"engine": "mock", "hardware": "h100"}}
-    graph = Graph.model_validate({"model": "m", "roles": roles})
-    for core, device in ((5, "cpu:5"), (None, "cpu")):
-        assert engine_spec(graph, graph.roles.prefill, checkpoint, device_index=1, core=core).device == device
-        assert engine_spec(graph, graph.roles.decode, checkpoint, device_index=1).device == "cuda:1"
+def test_engines_on_cpus_keep_to_the_core_they_are_given():
+    mock, on_gpu = RoleSpec(engine="mock"), RoleSpec(engine="mock", hardware="h100")
+    assert spec_of(mock, device_index=1, core=5).device == "cpu:5"
+    assert spec_of(mock, device_index=1).device == "cpu"
+    assert spec_of(on_gpu, device_index=1).device == "cuda:1"

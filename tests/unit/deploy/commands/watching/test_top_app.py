@@ -91,14 +91,6 @@ async def test_rows_are_sorted_by_keys_and_the_cursor_stays_on_its_row(driven):
 
 
 @given_by("drive")
-async def test_a_click_on_a_column_sorts_by_it_and_a_second_one_the_other_way_round(driven):
-    await driven.pilot.click("#workers-rows", offset=(3, 0))
-    await driven.until(lambda: "worker ▲" in driven.text)
-    await driven.pilot.click("#workers-rows", offset=(3, 0))
-    await driven.until(lambda: driven.names() == NAMES[::-1])
-
-
-@given_by("drive")
 async def test_only_rows_that_contain_a_text_are_shown_until_escape(driven):
     await driven.pilot.press("slash", *"CODE-4", "enter")
     assert driven.names() == ["decode-4"]
@@ -106,16 +98,6 @@ async def test_only_rows_that_contain_a_text_are_shown_until_escape(driven):
     await driven.until(lambda: "no row contains 'xyz'" in driven.text)
     await driven.pilot.press("escape")
     assert driven.names() == NAMES
-
-
-@given_by("drive")
-async def test_each_table_has_its_number(driven):
-    for number, text in enumerate(
-        ["decode-1", "tiny", "acme", "prefill-1 > decode-1", "prefill 15.0 + itl 10.0", "decode 3 to 4"],
-        1,
-    ):
-        await driven.pilot.press(str(number))
-        await driven.until(lambda text=text: text in driven.text)
 
 
 @given_by("drive")

@@ -65,9 +65,9 @@ async def test_a_workers_blocks_and_their_records_fit(block_bytes):
             await worker.tier.close()
 
 
-def test_it_ends_with_the_deployment():
+async def test_it_ends_with_the_deployment():
     with HostArena({Role.AGGREGATED: role("1MiB")}) as arena:
         part = arena.part(Role.AGGREGATED, 0)
-        HostWorker(part, 4, 4096).tier._memory.close()
+        await HostWorker(part, 4, 4096).tier.close()
     with pytest.raises(ConfigError, match=r"kv\.host"):
         HostWorker(part, 4, 4096, Namespace(model_digest="", dtype="", layout="", block_size=4))
