@@ -1,81 +1,105 @@
 """Connections of hosts to the planner: what is refused, said at both ends, and obeyed once."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 import structlog
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import Role
-from penstock.deploy.control.messages import Add
 from penstock.deploy.hosts import host_link
 from penstock.deploy.hosts.connector import HostsConnector
-from penstock.deploy.hosts.messages import Order
 from penstock.deploy.hosts.planner_server import PlannerServer
 from penstock.deploy.messages import Planned
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.observations.windows import RequestWindow
-from penstock.testing.loop import run_async
-from tests.support.linked_hosts import identity, link, linked, pool_of
+from tests.support.linked_hosts import identity, link, pool_of
+from tests.support.until import until
 
 A = Role.AGGREGATED
 
 
+class Cable:
+    """Carries the connections of a host to the planner, until it is cut."""
+
+    def __init__(self, server):
+        self._server = server
+        self._writers = []
+
+    async def __aenter__(self):
+        self._listener = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        self.address = f"tcp://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        self._listener.close()
+        self.cut()
+
+    def cut(self, *, for_good=False):
+        """End the connections without a word; unless for good, new ones are carried."""
+        if for_good:
+            self._listener.close()
+        while self._writers:
+            self._writers.pop().transport.abort()
+
+    async def _carry(self, reader, writer):
+        address = self._server.address
+        there, back = await asyncio.open_connection(address.host, address.port)
+        self._writers += [writer, back]
+        with suppress(OSError):
+            await asyncio.gather(self._pump(reader, back), self._pump(there, writer))
+
+    async def _pump(self, reader, writer):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+
 @asynccontextmanager
-async def one_host():
-    connector = HostsConnector(settle_s=0.0)
-    async with pool_of({A: 1}, 8) as pool, linked(connector, {"b": pool}) as server:
-        yield connector, server, pool
+async def one_host(host=None, *, seen=None, **settings):
+    """Connect a host of one worker by a cable, or what stands for it; gives all parts."""
+    connector = HostsConnector(settle_s=0.0, **settings)
+    seen = seen or ObservationStream()
+    async with (
+        pool_of({A: 1}, 8) as pool,
+        PlannerServer("tcp://127.0.0.1:0", identity(), connector, seen, own_name="a") as server,
+        Cable(server) as cable,
+        link(cable, "b", host(pool) if host else pool) as there,
+    ):
+        await until(lambda: "b" in server.linked)
+        yield SimpleNamespace(
+            connector=connector, seen=seen, server=server, pool=pool, cable=cable, link=there
+        )
 
 
-async def until(holds):
-    while not holds():  # noqa: ASYNC110 - the test's time limit bounds it
-        await asyncio.sleep(0.01)
-
-
-def host_sends(host, *sources):
-    """Send a window of each once the host, too, knows that it is connected: until then they are lost."""
-    if host._session is None:
-        return False
+def tell(there, *sources):
+    """Send a window of each source; those sent before the host knows that it is connected are lost."""
     for source in sources:
-        host.window(source, RequestWindow(seconds=1.0, arrivals=7))
+        there.link.window(source, RequestWindow(seconds=1.0, arrivals=7))
     return True
 
 
-async def test_windows_arrive_under_the_name_of_their_host_and_a_lost_host_is_said():
-    connector, seen = HostsConnector(settle_s=0.0), ObservationStream()
-    async with (
-        pool_of({A: 1}) as pool,
-        PlannerServer("tcp://127.0.0.1:0", identity(), connector, seen) as server,
-        link(server, "b", pool) as host,
-    ):
-        await until(lambda: "b" in server.linked and host_sends(host, "stranger", "frontend-1"))
-        await until(lambda: seen.observe(10).frontends)
-        assert seen.observe(10).frontends == ("frontend-1@b",)
-        assert (await connector.scale()).replicas[0].name == "worker-1@b"
-    assert not (await connector.scale()).replicas, "it said goodbye"
+async def test_windows_arrive_under_the_name_of_their_host():
+    async with one_host() as there:
+        await until(lambda: tell(there, "stranger", "frontend-1") and there.seen.observe(10).frontends)
+        assert there.seen.observe(10).frontends == ("frontend-1@b",)
+        assert (await there.connector.scale()).replicas[0].name == "worker-1@b"
 
 
 async def test_sources_of_a_host_that_was_given_up_are_silent_no_more():
-    connector, seen = (
-        HostsConnector(settle_s=0.0, lost_after_s=0.0, hold_s=0.2),
-        ObservationStream(silent_after_s=0.0),
-    )
-    async with (
-        pool_of({A: 1}) as pool,
-        PlannerServer("tcp://127.0.0.1:0", identity(), connector, seen) as server,
-        link(server, "b", pool) as host,
-    ):
-        await until(lambda: "b" in server.linked and host_sends(host, "worker-1"))
-        await until(lambda: seen.observe(10).silent == ("frontend-1@b", "worker-1@b"))
-        host._keeper.cancel()
-        server.linked["b"]._channel.abort("the cable is cut")
-        await until(lambda: not server.linked)
-        assert seen.observe(10).silent == ("frontend-1@b", "worker-1@b"), "it may come back"
-        await asyncio.sleep(0.3)
-        await connector.scale()
-        assert seen.observe(10).silent == ()
+    silent = ("frontend-1@b", "worker-1@b")
+    stream = ObservationStream(silent_after_s=0.0)
+    async with one_host(seen=stream, lost_after_s=0.0, hold_s=0.2) as there:
+        await until(lambda: tell(there, "worker-1") and "worker-1@b" in stream.observe(10).silent)
+        await until(lambda: stream.observe(10).silent == silent)
+        there.cable.cut(for_good=True)
+        await until(lambda: not there.server.linked)
+        assert stream.observe(10).silent == silent, "it may come back"
+        await asyncio.sleep(0.3)  # longer than it is held
+        await there.connector.scale()
+        assert stream.observe(10).silent == ()
 
 
 @pytest.mark.parametrize(
@@ -87,53 +111,63 @@ async def test_sources_of_a_host_that_was_given_up_are_silent_no_more():
         ("x@y", None, "must be a printable name"),
     ],
 )
-def test_who_is_refused_hears_why_at_both_ends_and_is_not_scaled(name, secret, reason):
-    async def main():
-        async with one_host() as (_, server, _pool), pool_of({A: 1}) as other:
-            stranger = link(server, name, other, **({} if secret is None else {"secret": secret}))
-            async with stranger:
+async def test_who_is_refused_hears_why_at_both_ends_and_is_not_scaled(name, secret, reason):
+    with structlog.testing.capture_logs() as said:
+        async with one_host() as there, pool_of({A: 1}) as other:
+            server = there.server
+            async with link(server, name, other, **({} if secret is None else {"secret": secret})):
                 await until(lambda: {"host_refused", "planner_unreachable"} <= {e["event"] for e in said})
             assert set(server.linked) == {"b"}
             counted = server.with_refused(Planned(outcome="kept", seconds=0.1))
             assert counted.refused_hosts == len([each for each in said if each["event"] == "host_refused"])
             assert server.with_refused(counted).refused_hosts == 0, "each is told once"
-
-    with structlog.testing.capture_logs() as said:
-        run_async(main())
     errors = [each["error"] for each in said if each["event"] in {"host_refused", "planner_unreachable"}]
     assert len(errors) >= 2
     assert all(reason in error for error in errors)
 
 
-async def test_an_order_is_obeyed_once_and_one_on_an_old_state_not_at_all(monkeypatch):
-    async with one_host() as (connector, server, pool):
-        await connector.add(A, by="x")
-        assert len(pool.workers) == 2
-        host = server.linked["b"]
-        again = Order(number=99, state=host._state.number, change=Add(role=A, count=1, by="x", revision=0))
-        host._channel.send(again)
-        with pytest.raises(RequestError, match="has scaled meanwhile"):
-            await host.add(A, by="x", revision=0)
+async def test_of_two_orders_on_one_scale_one_is_obeyed_and_one_on_old_news_not_at_all(monkeypatch):
+    async with one_host() as there:
+        host = there.server.linked["b"]
+        orders = (host.add(A, by="x", revision=0), host.add(A, by="x", revision=0))
+        obeyed, refused = await asyncio.gather(*orders, return_exceptions=True)
+        assert obeyed == ("worker-2",)
+        assert "has scaled meanwhile" in str(refused)
         monkeypatch.setattr(host_link, "SILENT_S", -1.0)
         with pytest.raises(RequestError, match=r"an order on what the host told \d+ s ago"):
             await host.add(A, by="x")
-        assert len(pool.workers) == 2
+        assert len(there.pool.workers) == 2
+
+
+class Failing:
+    """A host whose supervisor fails at its first order to add, and lives on."""
+
+    def __init__(self, pool):
+        self._pool, self._has_failed = pool, False
+
+    def __getattr__(self, name):
+        return getattr(self._pool, name)
+
+    async def add(self, *order, **named):
+        if not self._has_failed:
+            self._has_failed = True
+            raise ZeroDivisionError
+        return await self._pool.add(*order, **named)
 
 
 async def test_a_call_ends_with_its_connection_and_a_host_connects_again_by_itself():
-    async with one_host() as (connector, server, pool):
+    async with one_host(Failing) as there:
+        connector, server = there.connector, there.server
         first = server.linked["b"]
-        pool._make, make = None, pool._make  # its supervisor fails at the order, and lives on
         with pytest.raises(Exception, match="the supervisor failed at this order"):
             await connector.add(A, by="x")
-        pool._make = make
-        flip = asyncio.get_running_loop().create_task(first.flip("worker-1", Role.DECODE, by="x"))
+        flip = asyncio.create_task(first.flip("worker-1", Role.DECODE, by="x"))
         await asyncio.sleep(0)
-        first._channel.abort("the cable is cut")
+        there.cable.cut()
         with pytest.raises(Unavailable, match="the connection ended before it answered"):
             await flip
         assert "b: no answer" in (await connector.scale()).held
         await until(lambda: server.linked.get("b") not in {None, first})
         assert not (await connector.scale()).held
         await connector.add(A, by="x")
-        assert len(pool.workers) == 2
+        assert len(there.pool.workers) == 2

@@ -16,7 +16,9 @@ CHECKPOINT = Checkpoint.open(str(MODEL_DIR))
 
 def spec_of(role, *, roles=None, context_length=None, **options):
     """Give the spec of a role, or of one of these roles by its name."""
-    graph = Graph.model_validate({"model": "m", "roles": roles or {}, "context_length": context_length})
+    graph = Graph.model_validate(
+        {"model": "m", "roles": roles or {"aggregated": {}}, "context_length": context_length}
+    )
     of = role if isinstance(role, RoleSpec) else getattr(graph.roles, role)
     return engine_spec(graph, of, CHECKPOINT, **options)
 
