@@ -3,11 +3,8 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
-import venv
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,23 +29,18 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """Clone this checkout, and run what the page says about it; packages are those of the tests' environment."""
+    """Clone this checkout, and run what the page says about it; packages come from uv's cache, as for any second checkout."""
     folder = tmp_path / "penstock"
     (setup,) = blocks("sh")
     assert re.match(r"git clone \S+ penstock\n", setup)
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
-    venv.create(folder / ".venv", with_pip=True)
-    (packages,) = (folder / ".venv").glob("lib/python*/site-packages")
-    (packages / "of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
-    for own in packages.glob("setuptools*"):  # of some Pythons' venv, and older than that of the tests
-        shutil.rmtree(own)
     prepare = next(line for line in setup.splitlines() if "make venv" in line)
-    offline = {"PIP_NO_INDEX": "1", "MAKEFLAGS": "PENSTOCK_NATIVE=OFF", "PYTHON": sys.executable}
+    settings = {"MAKEFLAGS": "PENSTOCK_NATIVE=OFF", "PYTHON": sys.executable}
     done = subprocess.run(
         ["bash", "-ec", prepare],
         check=False,
         cwd=folder.parent,
-        env=os.environ | offline,
+        env=os.environ | settings,
         capture_output=True,
         text=True,
         timeout=INSTALL_TIMEOUT_S,
