@@ -37,7 +37,7 @@ from penstock.frontend.http.replies import json_response, request_id, unexpected
 from penstock.frontend.http.sse_response import SseResponse
 from penstock.frontend.limits.trace_context import sound_request_id
 from penstock.frontend.openai.answers import encode
-from penstock.frontend.openai.body_error import body_error
+from penstock.frontend.openai.body_error import body_error, check_levels
 from penstock.frontend.openai.explaining import explain_latest, explain_one
 from penstock.frontend.tenants.tenants import ANONYMOUS, Tenant
 from penstock.frontend.tracing import traced_request
@@ -234,6 +234,7 @@ class HttpSurface:
         with frontend.arrive() as slot, frontend.budget.hold(slot.end) as received, slot.limit():
             body = b"".join(await frontend.bodies.read(request, received))
         try:
+            check_levels(body)
             return msgspec.json.decode(body or b"{}", type=kind)
         except (ValueError, RecursionError) as error:
             raise body_error(error, body, kind) from error

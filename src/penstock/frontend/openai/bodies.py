@@ -18,7 +18,7 @@ from penstock.frontend.openai.agents import (
     SessionBody,
     take_peer_fields,
 )
-from penstock.frontend.openai.body_error import body_error
+from penstock.frontend.openai.body_error import body_error, check_levels
 from penstock.frontend.openai.lenient import decode_leniently
 from penstock.frontend.openai.media import ContentPart
 
@@ -193,6 +193,7 @@ def parse_body(body: bytes, kind: type[_Request], decode: Callable[[bytes], _Req
         RequestError: not JSON, a wrong type, a missing or an unknown field.
     """
     try:
+        check_levels(body)
         if len(body) <= _SMALL_BYTES:
             return _decode(body, kind, decode)
         with _no_collections():

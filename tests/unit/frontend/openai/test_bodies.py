@@ -230,6 +230,12 @@ def test_as_many_levels_as_the_error_allows_are_taken() -> None:
     assert parse_chat((deep % ("[" * 499 + "]" * 499)).encode()).model == "m"
     with pytest.raises(RequestError, match="nested too deeply; expected at most 500 levels"):
         parse_chat((deep % ("[" * 2000 + "]" * 2000)).encode())
+    for text in ("[" * 600, r"\"[" * 600, "][" * 600):  # brackets of a text are no levels
+        assert parse_chat((deep % json.dumps(text)).encode()).model == "m"
+    wide = "[" + ",".join(["[]"] * 2000) + "]"
+    assert parse_chat((deep % wide).encode()).model == "m"
+    with pytest.raises(RequestError, match="nested too deeply"):
+        parse_chat((deep % ('["]",' * 501 + "1" + "]" * 501)).encode())
     for depth in range(700, 1000):  # a value may be too deep to be shown though the decoder reads it
         body = b'{"model": "m", "messages": 7, "deep": ' + b"[" * depth + b"]" * depth + b"}"
         with pytest.raises(RequestError):

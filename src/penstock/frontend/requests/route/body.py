@@ -7,7 +7,7 @@ import msgspec
 from penstock.core.errors import RequestError
 from penstock.core.wire import TokenArray
 from penstock.frontend.limits.headers import ITL_MS, TTFT_MS, target_s
-from penstock.frontend.openai.body_error import body_error
+from penstock.frontend.openai.body_error import body_error, check_levels
 from penstock.frontend.openai.validation import CACHE_SALT_CHARACTERS_MAX
 from penstock.frontend.requests.route.model import RouteModel
 from penstock.router.service.gateway import Query, tokens_of
@@ -40,6 +40,7 @@ def decode_body(body: bytes, kind: type[_Body]) -> _Body:
         RequestError: the body is no `kind`.
     """
     try:
+        check_levels(body)
         return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
         raise body_error(error, body, kind) from error
