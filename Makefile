@@ -5,7 +5,7 @@ PORT ?= 8000
 # cpu or pypi (for GPUs, 3 GB); by default the build for CPUs where there is no NVIDIA GPU.
 TORCH ?= auto
 # ON or OFF; by default ON where a C++20 compiler and Python's headers are found.
-PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))') && \
+PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null) && \
 	$(CXX) -std=c++20 -I"$$include" -include Python.h -include span -fsyntax-only -x c++ /dev/null 2>/dev/null && \
 	echo ON || echo OFF)
 CORES := $(shell nproc 2>/dev/null || echo 2)
@@ -24,8 +24,8 @@ BENCHES = hashing pool mock cancel engine router transfer
 VENV = .venv
 BIN = $(VENV)/bin
 # What serving needs, and what tests and checks need: the second has the first.
-DEMO_STAMP = $(VENV)/.installed-demo-native-$(NATIVE)
-STAMP = $(VENV)/.installed-dev-native-$(NATIVE)
+DEMO_STAMP = $(VENV)/.installed-demo-native-$(NATIVE)-torch-$(TORCH)
+STAMP = $(VENV)/.installed-dev-native-$(NATIVE)-torch-$(TORCH)
 # Environments beside .venv, which the checkouts of this machine share; in the checkout where HOME cannot be written to.
 CACHE := $(shell mkdir -p "$(HOME)/.cache/penstock" 2>/dev/null && test -w "$(HOME)/.cache/penstock" && echo "$(HOME)/.cache/penstock" || echo .cache)
 # vLLM needs one of its own, of 2.5 GB.
@@ -177,24 +177,23 @@ venv: $(STAMP)
 # All that `make test` installs, without the tests.
 install-test: venv clients
 
-INSTALL = $(PYTHON) tools/install.py --torch $(TORCH)
+PYTHON_FOUND = command -v '$(PYTHON)' >/dev/null || { echo 'PYTHON=$(PYTHON): no such program; expected Python 3.11 or newer, such as PYTHON=python3' >&2; exit 2; }
+INSTALL = $(PYTHON_FOUND); $(PYTHON) tools/install.py --torch '$(TORCH)'
 INSTALLS_AGAIN = pyproject.toml uv.lock tools/install.py $(NATIVE_SOURCES)
 
 $(DEMO_STAMP): $(INSTALLS_AGAIN)
-	@rm -f $(VENV)/.installed-* src/penstock/_native.*.so
-	@$(INSTALL) demo --native $(NATIVE)
-	@touch $@
+	@$(INSTALL) --native '$(NATIVE)' --port '$(PORT)' demo
+	@touch '$@'
 
 $(STAMP): $(INSTALLS_AGAIN)
-	@rm -f $(VENV)/.installed-* src/penstock/_native.*.so
-	@$(INSTALL) dev --native $(NATIVE)
-	@touch $(DEMO_STAMP) $@
+	@$(INSTALL) --native '$(NATIVE)' dev
+	@touch '$(DEMO_STAMP)' '$@'
 
 clients: $(CLIENT_STAMPS)
 	@:
 
 $(PENSTOCK_CLIENTS)/%/.installed: ci/clients/%.txt | $(STAMP)
-	@rm -f "$@" && $(INSTALL) env --venv "$(@D)" $< $(wildcard ci/clients/$*.alone.txt)
+	@rm -f "$@"; $(INSTALL) env --venv "$(@D)" $< $(wildcard ci/clients/$*.alone.txt)
 	@if test -f ci/clients/$*.alone.txt; then echo '$(LENDING)' \
 	    >"$$("$(@D)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lending.pth"; fi
 	@touch "$@"

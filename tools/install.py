@@ -15,6 +15,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -90,6 +91,7 @@ class Installer:
         self.native = native
         self.python = venv / "bin" / "python"
         self.began_s = time.monotonic()
+        self.doing = "at it"
         self.environ = dict(os.environ)
 
     def say(self, text: str) -> None:
@@ -97,6 +99,7 @@ class Installer:
 
     def make_venv(self) -> None:
         if not self.python.exists() or not (self.venv / "bin" / "pip").exists():
+            self.say(f"Making {self.venv.name} with {sys.executable}")
             done = subprocess.run(
                 [sys.executable, "-m", "venv", "--clear", self.venv], capture_output=True, text=True
             )
@@ -168,28 +171,30 @@ class Installer:
                 time.sleep(0.2)
                 if time.monotonic() - heard_s >= 10:
                     heard_s = time.monotonic()
-                    self.say("still at it ...")
+                    self.say(f"still {self.doing} ...")
 
         watcher = threading.Thread(target=tell_that_it_runs, daemon=True)
         watcher.start()
         assert process.stdout is not None
         for line in process.stdout:
             said.append(line.rstrip())
-            if re.match(r"\s*[+~-] |\s*$|Using Python |WARNING: Location .* is ignored", line):
+            if re.match(
+                r"\s*[+~-] |\s*$|Using Python |WARNING: Retrying|WARNING: Location .* is ignored", line
+            ):
                 continue
             heard_s = time.monotonic()
             self.say(line.strip())
         if process.wait():
             shown = " ".join(str(part) for part in command)
             raise InstallError(
-                f"`{shown}` ended with {process.returncode}. Is a package index reachable? pip's settings (`pip config list`)"
-                " are handed on. Without uv: see 'With pip alone' in CONTRIBUTING.md"
+                f"`{shown}` ended with {process.returncode}, for the reason above. Where no package was found: is the index of"
+                " `pip config list` reachable? Without uv: see 'With pip alone' in docs/quickstart.md"
             )
 
     def uv(self, *arguments: str | Path) -> None:
         self.run([self.venv / "bin" / "uv", *arguments])
 
-    def answers(self, *arguments: str | Path, timeout_s: float = 60) -> bool:
+    def answers(self, *arguments: str | Path, timeout_s: float = 300) -> bool:
         """Whether a command of uv succeeds, without a word."""
         environ = self.environ | {"UV_HTTP_TIMEOUT": "10", "UV_HTTP_RETRIES": "0"}
         command = [self.venv / "bin" / "uv", "-q", *arguments]
@@ -239,11 +244,11 @@ class Installer:
     def install(self, what: str, wish: str) -> None:
         """Install Penstock, editable, and what serving (`demo`) or tests and checks (`dev`) need."""
         self.make_venv()
+        self.check_room(*SIZES_GB[what, "cpu"])
         self.install_uv()
         build, options = self.choose_torch(wish)
         gb, disk_gb = SIZES_GB[what, build]
-        if not (self.venv / "requirements-build.txt").exists():
-            self.check_room(disk_gb)
+        self.check_room(gb, disk_gb)
         self.say(
             f"Installing into {self.venv.name}: about {gb:.1f} GB to download, {disk_gb:.1f} GB on disk (torch for"
             f" {'CPUs' if build == 'cpu' else 'GPUs'}, native code {'ON' if self.native else 'OFF'})"
@@ -259,13 +264,16 @@ class Installer:
             "penstock-llm",
             *options,
         ]
-        if build == "pypi" and list(self.venv.glob("lib/python*/site-packages/torch-*+cpu.dist-info")):
-            command += ["--reinstall-package", "torch"]  # a build for CPUs is of the wanted version too
         if what == "demo":
             command += ["--build-constraints", builders]
         else:  # the build of Penstock alone runs in .venv, so that the next one compiles only what has changed
             self.uv("pip", "install", "--no-deps", "-r", builders)
             command += ["--no-build-isolation-package", "penstock-llm"]
+        # From here on the environment is neither what it was nor what it will be.
+        for old in (*self.venv.glob(".installed-*"), *CHECKOUT.glob("src/penstock/_native.*.so")):
+            old.unlink(missing_ok=True)
+        if self.native:
+            self.doing = "compiling native code (PENSTOCK_NATIVE=OFF leaves it out)"
         self.uv(*command, "-r", requirements, "-e", ".")
         self.say(f"Installed into {self.venv.name}")
 
@@ -285,7 +293,11 @@ class Installer:
         self.say(f"Installing {', '.join(map(str, files))} into {self.venv}")
         self.uv("pip", "install", "--no-deps", *options, "-r", self.written("env", with_torch(build, lines)))
 
-    def check_room(self, needed_gb: float) -> None:
+    def check_room(self, download_gb: float, disk_gb: float) -> None:
+        """Check for a first install that the disk has room; where uv links what it downloads, that is what is on disk."""
+        if (self.venv / "requirements-build.txt").exists():
+            return
+        needed_gb = disk_gb + (download_gb if self.environ.get("UV_LINK_MODE") == "copy" else 0)
         free_gb = shutil.disk_usage(self.venv).free / 1e9
         if free_gb < needed_gb:
             raise InstallError(
@@ -305,10 +317,23 @@ def locked_version(package: str) -> str:
 
 def with_torch(build: str, requirements: list[str]) -> list[str]:
     """Name the build of torch: that for CPUs has another version, another hash, and none of the GPU's packages."""
-    if build == "pypi":
-        return requirements
+    if build == "pypi":  # === takes no 2.13.0+cpu, which == does, and which lies beside it on some indexes
+        return [re.sub(r"^torch==", "torch===", line) for line in requirements]
     kept = [line for line in requirements if not GPU_PACKAGES.match(line)]
     return [re.sub(r"^(torch==[\d.]+)(\s.*)?$", r"\1+cpu", line) for line in kept]
+
+
+def problem_of_port(port: str) -> str | None:
+    """Say why nothing can listen on a port of this machine, before minutes are spent on an install."""
+    if not port.isascii() or not port.isdigit() or not 0 <= int(port) <= 65535:
+        return "expected a number from 0 to 65535"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", int(port)))
+        except OSError as error:
+            return f"{os.strerror(error.errno or 0)}; stop what listens there, or choose another, such as PORT=8001"
+    return None
 
 
 def has_gpu() -> bool:
@@ -337,11 +362,18 @@ def main() -> None:
     parser.add_argument(
         "--venv", type=Path, default=CHECKOUT / ".venv", metavar="DIR", help="default .venv of the checkout"
     )
-    parser.add_argument("--native", choices=["ON", "OFF"], default="ON", help="compile the native code")
-    parser.add_argument(
-        "--torch", choices=["auto", "cpu", "pypi"], default="auto", help="auto: cpu without an NVIDIA GPU"
-    )
+    parser.add_argument("--native", default="ON", help="ON or OFF: compile the native code")
+    parser.add_argument("--torch", default="auto", help="auto, cpu or pypi; auto: cpu without an NVIDIA GPU")
+    parser.add_argument("--port", help="for demo: where it will serve, which has to be free")
     arguments = parser.parse_intermixed_args()
+    for name, given, known in (
+        ("TORCH", arguments.torch, ("auto", "cpu", "pypi")),
+        ("PENSTOCK_NATIVE", arguments.native, ("ON", "OFF")),
+    ):
+        if given not in known:
+            sys.exit(f"tools/install.py: {name}={given}: expected {', '.join(known[:-1])} or {known[-1]}")
+    if arguments.port is not None and (problem := problem_of_port(arguments.port)):
+        sys.exit(f"tools/install.py: PORT={arguments.port}: {problem}")
     installer = Installer(arguments.venv.absolute(), native=arguments.native == "ON")
     try:
         if arguments.what == "env":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -55,7 +56,9 @@ def test_a_variable_of_uv_that_is_set_stays(install: ModuleType) -> None:
 def test_the_build_of_torch_for_cpus_leaves_out_what_gpus_need(install: ModuleType) -> None:
     lines = ["nvidia-cublas==13.1 --hash=sha256:1", "torch==2.13.0 ; sys_platform == 'linux' --hash=sha256:2", "triton==3.7", "numpy==2.4.6 --hash=sha256:3"]  # fmt: skip
     assert install.with_torch("cpu", lines) == ["torch==2.13.0+cpu", "numpy==2.4.6 --hash=sha256:3"]
-    assert install.with_torch("pypi", lines) == lines
+    for_gpus = install.with_torch("pypi", lines)
+    assert for_gpus[1].startswith("torch===2.13.0 "), "== takes 2.13.0+cpu too"
+    assert [for_gpus[0], *for_gpus[2:]] == [lines[0], *lines[2:]]
 
 
 def test_every_package_that_torch_alone_brings_is_left_out(install: ModuleType) -> None:
@@ -140,3 +143,39 @@ def _runs(platform: str, machine: str) -> bool:
         return False
     found = re.match(r"manylinux_2_(\d+)_", platform)
     return not found or int(found[1]) <= 36
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--port", "80000"], "PORT=80000: expected a number from 0 to 65535"),
+        (["--port", "eight"], "PORT=eight: expected a number"),
+        (["--torch", "rocm"], "TORCH=rocm: expected auto, cpu or pypi"),
+        (["--native", "maybe"], "PENSTOCK_NATIVE=maybe: expected ON or OFF"),
+    ],
+)
+def test_a_wrong_word_is_refused_before_anything_is_installed(
+    tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    command = [sys.executable, CHECKOUT / "tools/install.py", "demo", "--venv", tmp_path / "venv", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, list(tmp_path.iterdir())) == (1, [])
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_found_before_the_install(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [
+            sys.executable,
+            CHECKOUT / "tools/install.py",
+            "demo",
+            "--venv",
+            tmp_path / "venv",
+            "--port",
+            port,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, list(tmp_path.iterdir())) == (1, [])
+    assert f"PORT={port}: Address already in use; stop what listens there" in done.stderr
