@@ -63,3 +63,12 @@ def test_a_run_outlasts_its_requests():
     assert requests_of_run(DEMAND, 1.0, 100) == 100
     lifetime_s = 0.5 + 30 * 0.012
     assert requests_of_run(DEMAND, 1000.0, 200) == math.ceil(2 * lifetime_s * 1000)
+
+
+def test_a_rate_that_is_known_to_do_is_where_the_search_goes_on(question):
+    layout = question.search().aggregated()[0]
+    known = try_layout(question, layout, EFFORT).seen
+    again = try_layout(question, layout, EFFORT, known)
+    assert again.seen.rate_per_s >= known.rate_per_s
+    hopeless = replace(known, rate_per_s=20 * known.rate_per_s)
+    assert try_layout(question, layout, replace(EFFORT, step=1.1), hopeless).seen == hopeless

@@ -199,3 +199,18 @@ def test_the_summary_shows_figures_and_limits():
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"--json: .*: cannot be written: Is a directory"):
         _report().write(tmp_path)
+
+
+def test_tokens_without_text_arrive_with_the_end():
+    exchange = Exchange(due_s=0.0)
+    exchange.feed(_event({"choices": [], "usage": {"completion_tokens": 3}}) + DONE, 1.0)
+    exchange.finish(2.0)
+    assert exchange.failure is None
+    assert exchange.ttft_s == 2.0
+
+
+def test_nothing_but_failures_gives_counts_alone():
+    totals = Totals(Slo())
+    assert totals.figures()["requests"] == 0
+    totals.add(_exchange(failure="connect"))
+    assert set(totals.figures()) == {"requests", "failed_requests", "failed_connect", "duration_s"}

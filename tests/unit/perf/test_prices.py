@@ -122,3 +122,11 @@ def test_clamped_and_distrusted() -> None:
     for predicted_s, measured_s in ((0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0), (float("inf"), 1.0)):
         correction.observe(predicted_s, measured_s)
     assert correction.observations == 50
+
+
+def test_one_outlier_changes_nothing() -> None:
+    correction = Correction()
+    for _ in range(10):
+        correction.observe(1.0, 1.0)
+    correction.observe(1.0, 100.0)
+    assert correction.factor == pytest.approx(1.0)

@@ -156,3 +156,8 @@ def test_targets_go_from_slow_reading_to_the_quickest_worker(question):
     assert targets[0] == 5
     quickest = max(1 / model.decode_step_s(1, 1050) for model in question.search().models)
     assert 0.9 * quickest < targets[-1] < quickest
+
+
+def test_what_would_take_too_long_is_not_simulated(question):
+    layout = question.search().aggregated()[0]
+    assert promising(question, [replace(layout, rate_per_s=1e5)], USUAL) == []

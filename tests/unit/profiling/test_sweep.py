@@ -12,6 +12,7 @@ from penstock.engine.runner import RunnerInfo
 from penstock.perf.profile.evaluation import Latency
 from penstock.perf.profile.profile import DecodePoint, LinearPrior, PrefillPoint, Profile, ProfiledModel
 from penstock.profiling.cells import DecodeCell, Limits, PrefillCell
+from penstock.profiling.judge import ttft_s
 from penstock.profiling.page import make_page
 from penstock.profiling.plan import QUICK, SweepConfig, plan_sweep
 from penstock.profiling.profiler import sweep
@@ -194,3 +195,9 @@ def test_a_profile_survives_its_file_and_has_a_page(small: Profile, tmp_path: Pa
     assert "decode 16 x 512" in page
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "<circle" in page
+
+
+def test_a_prompt_of_several_steps_is_their_sum(small: Profile) -> None:
+    model = ProfiledModel(small)
+    assert ttft_s(model, 600, 0, 512) == pytest.approx(model.prefill_s(512) + model.prefill_s(88, 512))
+    assert ttft_s(model, 600, 64, None) == pytest.approx(model.prefill_s(600, 64))

@@ -152,3 +152,7 @@ def test_config_files(tmp_path: Path) -> None:
     file.mkdir()
     with pytest.raises(ConfigError, match="cannot be read: Is a directory; expected a model"):
         load_shape(tmp_path)
+
+
+def test_the_text_of_a_model_that_sees_is_its_shape():
+    assert shape_of({"text_config": EXPERTS}, name="m") == shape_of(EXPERTS, name="m")

@@ -43,6 +43,10 @@ def test_a_wait_is_about_what_a_simulated_queue_has(servers, busy):
     assert found == pytest.approx(simulated, rel=0.2, abs=0.1)
 
 
+def test_more_work_than_time_has_no_end():
+    assert wait_s(1.0, 4, 1.0, 0.9) == math.inf
+
+
 def test_prompts_alone_by_hand():
     # A prompt takes 10 ms + 1,000 x 0.1 ms. At 5 a second the worker is busy 55 % of the time; 55 % wait, and of them 10 / 55
     # longer than 0.11 / (2 x 0.45) x ln 5.5. Half of a step is under way, as 55 % of arrivals find one of 0.11 s: 0.0605 s.

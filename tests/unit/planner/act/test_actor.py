@@ -229,3 +229,13 @@ async def test_workers_that_serve_stay_while_others_wait_to_start():
     _, waits = await starts_of(actor, 1800, {A: 0, P: 1, D: 1})
     assert (await counts(connector))[A] == 2
     assert any(wait.startswith("prefill: 1 more wanted") for wait in waits)
+
+
+@virtual
+async def test_more_than_finds_room_is_said():
+    connector = MemoryConnector({A: 1}, workers_max=3)
+    outcome = await Actor(connector).carry_out({A: 9})
+    assert outcome.refused == (
+        "aggregated: 8 more are wanted, 2 can be added: at most 3 workers, all roles together",
+    )
+    assert await counts(connector) == {A: 3}

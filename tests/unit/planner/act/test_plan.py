@@ -85,3 +85,8 @@ def test_a_plan_leads_to_its_target(workers, prefill, decode, is_rigid):
     flipping = {role: sum(r.state is ReplicaState.FLIPPING for r in scale.of(role)) for role in target}
     for role, count in target.items():
         assert count <= have[role] <= max(count, flipping[role])
+
+
+def test_overdue_workers_of_roles_that_are_not_named_stay():
+    scale = scale_of(("p1", P, "starting"), ("d1", D, "ready"))
+    assert make_plan(scale, {D: 1}, overdue=("p1",)) == Plan()

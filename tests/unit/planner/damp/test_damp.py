@@ -105,3 +105,7 @@ def test_a_worker_is_given_to_one_role_only():
     assert three.damp(100, four, {A: 2, P: 0, D: 0}).target == {A: 2, P: 0, D: 0}
     found = three.damp(105, four, {A: 0, P: 2, D: 2})
     assert found.target == {A: 0, P: 2, D: 2}, "two leave anyway, and two more are needed"
+
+
+def test_more_than_the_bound_is_reduced_at_once():
+    assert Damper(DamperConfig(replicas_max=4)).damp(0, 9, 9) == 4

@@ -174,3 +174,9 @@ def test_a_budget_in_dollars_that_is_too_small_is_divided():
 def test_bad_settings_are_refused(changes, text):
     with pytest.raises(ConfigError, match=text):
         Decider(**{"capacities": (P, D), "slo": SLO, "budget": 8, **changes})
+
+
+def test_cached_prompts_need_fewer_prefill_workers():
+    computed, cached = (TWO.decide(asked(60.0, cached_share=share), {}).target for share in (0.0, 0.8))
+    assert cached[Role.PREFILL] < computed[Role.PREFILL]
+    assert cached[Role.DECODE] == computed[Role.DECODE]

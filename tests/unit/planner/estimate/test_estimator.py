@@ -172,3 +172,22 @@ def test_latencies_of_warm_workers_correct_the_prediction():
     for _ in range(150):
         found.take(slow, warm=warm)
     assert found.expect(slow, warm=warm).itl_factor == pytest.approx(1.5, rel=0.1)
+
+
+def test_rare_requests_are_described_by_as_many_as_the_percentile_needs():
+    """At 0.4 requests/s, 30 intervals have 120 requests; at a tenth of it the distribution reaches further back."""
+    new = estimator(STRICT)
+    for _ in range(100):
+        new.take(seen(0.4))
+    assert new.expect(seen(0.4), warm={}).input_lengths.count == 120
+    for _ in range(60):
+        new.take(seen(0.1, inputs=300))
+    expected = new.expect(seen(0.1), warm={})
+    assert expected.input_lengths.count == 60 + 40
+    assert 100 < expected.input_tokens < 300
+
+
+def test_a_few_steps_correct_nothing():
+    found = StepFactor(MODEL)
+    found.learn([replace(IDLE, step_s=digest(1.0, 5), running_requests=1)] * 10, 10.0)
+    assert found.value == 1.0

@@ -121,3 +121,10 @@ def test_a_rate_is_above_another_beyond_chance():
     assert surely_above(15.0, 10.0, 10.0)
     assert not surely_above(22.0, 10.0, 10.0, spread=10.0), "ten requests of a size, as far as chance goes"
     assert surely_above(45.0, 10.0, 10.0, spread=10.0)
+
+
+def test_a_backlog_counts_as_twice_the_prediction_at_most():
+    found = LatencyFactor()
+    for _ in range(500):
+        found.learn(5.0, 500, 0.02, 0.025)
+    assert found.value == pytest.approx(2.0, rel=0.06)

@@ -1,5 +1,6 @@
 """Each method on series whose next values are known, the choice between them, and the band."""
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -167,3 +168,24 @@ def test_the_peak_on_the_way_counts():
     # The series stands at its mean and rises; twelve intervals on it is back there.
     forecast = selected.forecast()
     assert forecast.mean > 15
+
+
+def test_a_quiet_value_after_a_loud_one_does_not_end_caution():
+    selected = SelectedForecast(standard_methods(), horizon=4)
+    for value in (20.0, 2.0):
+        selected.observe(value)
+    forecast = selected.forecast()
+    assert forecast.high > 29
+
+
+def test_noise_is_averaged_and_methods_do_not_alternate():
+    generator = random.Random(7)
+    selected = SelectedForecast(standard_methods(), horizon=4)
+    names = []
+    for _ in range(400):
+        selected.observe(max(0.0, generator.gauss(20, 5)))
+        forecast = selected.forecast()
+        names.append(forecast.method)
+    assert names[-1] != "constant"
+    changes = sum(before != after for before, after in itertools.pairwise(names))
+    assert changes <= 6

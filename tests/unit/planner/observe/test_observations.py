@@ -242,3 +242,11 @@ def test_workers_of_windows_count_beside_the_demand_of_prometheus():
     ]
     assert seen.demand.arrivals_per_s == 4.0
     assert seen.frontends == (SOURCE,)
+
+
+@virtual
+async def test_a_source_keeps_a_bounded_number_of_windows():
+    stream = ObservationStream(windows_max=3)
+    for _ in range(10):
+        stream.put("frontend-1", requests(1))
+    assert stream.observe(100.0).demand.input_tokens.count == 3

@@ -183,3 +183,8 @@ def test_what_is_equal_or_of_no_merit_is_not_marked():
         assert not any(cell.is_best or cell.difference for cell in found[name].cells), name
     assert [cell.difference for cell in found["GPU time"].cells] == ["", "", "-100 %"]
     assert not any(cell.difference for cell in rows(report(failed=0), report())["failed"].cells)
+
+
+def test_nothing_at_all_can_be_drawn():
+    assert "<svg" in chart([]).to_svg()
+    assert "<svg" in chart([np.nan, np.nan]).to_svg()

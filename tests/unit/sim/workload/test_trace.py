@@ -124,3 +124,13 @@ def test_a_line_is_one_however_long_it_is(tmp_path):
     bad = []
     assert [row.at_s for row in read_trace(path, on_bad=bad.append)] == [0.0, 1.0]
     assert [error.message.split(": ")[1] for error in bad] == ["line 2", "line 4", "line 5"]
+
+
+def test_rows_come_in_order_of_time_and_columns_by_name(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "GeneratedTokens,Extra,TIMESTAMP,ContextTokens\n\n"
+        "5,x,2024-05-10 00:00:02.009930+00:00,7\n"
+        "6,x,2024-05-10 00:00:01.009930+00:00,8\n"
+    )
+    assert read_trace(path) == [TraceRow(0.0, 8, 6), TraceRow(1.0, 7, 5)]

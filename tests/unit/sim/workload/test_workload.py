@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.sim.workload.prompt import Prompt, named_units
+from penstock.sim.workload.prompt import Prompt, mix, named, named_units
 from penstock.sim.workload.trace import TraceRow, read_trace
 from penstock.sim.workload.workload import WorkloadConfig, make_sessions, rescaled, trace_sessions
 
@@ -129,3 +129,24 @@ def test_absurd_tenants_are_refused(tenants, problem):
         WorkloadConfig.parse({"rate_per_s": 1.0, "tenants": tenants}, source="spec.yaml")
     assert str(refused.value).startswith("spec.yaml: tenants")
     assert problem in str(refused.value)
+
+
+def test_tenants_have_the_shares_asked_for_and_change_nothing_else():
+    sessions = make(requests=4000, tenants={"flood": 9, "quiet": 1})
+    quiet = sum(session.tenant == "quiet" for session in sessions)
+    assert quiet / 4000 == pytest.approx(0.1, abs=0.02)
+    assert {session.tenant for session in sessions} == {"flood", "quiet"}
+    assert {session.tenant for session in make(requests=10)} == {""}
+
+
+def test_lengths_have_the_mean_asked_for():
+    sessions = make(requests=8_000, length_sigma=1.0, input_tokens=500)
+    assert np.mean([s.turns[0].input_tokens for s in sessions]) == pytest.approx(500, rel=0.05)
+
+
+def test_a_name_is_its_parts_mixed_in_one_after_the_other():
+    golden, other_half = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
+    name = np.zeros(1, dtype=np.uint64)
+    for part in (2**62 - 5, 2, 0):
+        name = mix(name * golden + np.uint64(part) + other_half)
+    assert named(2**62 - 5, 2, 0) == int(name[0])

@@ -70,3 +70,8 @@ def test_nothing_is_delivered_to_an_end_that_has_gone():
         return got
 
     assert run(main, 0) == [1]
+
+
+def test_what_is_sent_in_one_moment_arrives_together_once_all_of_it_has():
+    config = NetworkConfig(latency_s=1.0, bandwidth_bytes_per_s=10.0)
+    assert arrivals(config, [(0.0, 5), (0.0, 5), (0.5, 10)]) == [(0, 2.0), (1, 2.0), (2, 3.0)]
