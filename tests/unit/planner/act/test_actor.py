@@ -231,7 +231,7 @@ async def test_workers_that_serve_stay_while_others_wait_to_start():
     assert any(wait.startswith("prefill: 1 more wanted") for wait in waits)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_more_than_finds_room_is_said():
     connector = MemoryConnector({A: 1}, workers_max=3)
     outcome = await Actor(connector).carry_out({A: 9})

@@ -244,7 +244,7 @@ def test_workers_of_windows_count_beside_the_demand_of_prometheus():
     assert seen.frontends == (SOURCE,)
 
 
-@virtual
+@pytest.mark.virtual
 async def test_a_source_keeps_a_bounded_number_of_windows():
     stream = ObservationStream(windows_max=3)
     for _ in range(10):
