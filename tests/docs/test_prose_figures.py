@@ -52,7 +52,7 @@ def readme() -> Iterator[str]:
     assert {report(name)["machine"]["cores"] for name in FILES} == {2}
     yield "It was all measured on two CPU cores without a GPU, or in simulation where the row says so."
     yield f"downloads {size('demo', 'cpu', 0)} into .venv"
-    yield f"it takes PyTorch's build for GPUs, {size('demo', 'pypi', 0)}."
+    yield f"With an NVIDIA GPU it downloads {size('demo', 'pypi', 0)}, for PyTorch's build for GPUs"
 
 
 def quickstart() -> Iterator[str]:
