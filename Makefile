@@ -47,7 +47,7 @@ SANITIZED_TESTS = tests/native/test_direct_streams_native.py tests/properties/ro
 	tests/native/test_radix_native.py tests/native/test_pool_native.py tests/native/test_predicted_seconds_native.py tests/native/test_cheapest_native.py \
 	tests/native/test_ranges_native.py tests/native/test_checksum_native.py tests/native/test_streams_native.py \
 	tests/native/test_jump_scheduler_native.py tests/native/test_event_queue_native.py tests/native/test_content_native.py
-QUICK = -q -m 'not slow' --hypothesis-profile=quick
+QUICK = -q -m 'not slow and not nightly' --hypothesis-profile=quick
 # Beside tests/unit and tests/conformance.
 OTHER_FAST_TESTS = $(wildcard tests/properties tests/wire tests/native)
 # They import torch, which takes as long as hundreds of other tests: once.

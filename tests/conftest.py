@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that runs the tests in the background has them ignore SIGINT, which programs under test would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "not nightly" in config.option.markexpr:
+    if "not nightly" in config.option.markexpr and not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile("without nightly")
     if config.option.folder_durations and _PROCESS is None:
         config.pluginmanager.register(FolderDurations())
