@@ -52,7 +52,7 @@ async def test_a_follower_that_fails_is_named_and_its_group_comes_back(here) -> 
     await here.serves()
     here.cluster.troubles["aggregated"] = "unschedulable"
     here.server.store.delete(here.cluster.kind("pods"), ("default", "chat-aggregated-1-1"), {})
-    message = await here.is_true("Degraded", "Unschedulable")
+    message = await here.says("Degraded", "Unschedulable")
     assert "chat-aggregated-1" in message
     assert (await here.condition("Ready"))["status"] == "True", "the other group serves"
     assert (await here.status())["workers"] == "1/2"
