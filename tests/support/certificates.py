@@ -13,7 +13,9 @@ def make_authority(folder: Path, name: str) -> Path:
     """Make a certificate authority; return the path of its certificate. The key is in the same directory."""
     certificate = folder / f"{name}.pem"
     files = ("-keyout", str(certificate.with_suffix(".key")), "-out", str(certificate))
-    _openssl("req", "-x509", *_NEW_KEY, *files, "-subj", f"/CN={name}", "-days", _DAYS)
+    # What Python 3.13 and newer ask of an authority, as RFC 5280 does.
+    uses = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    _openssl("req", "-x509", *_NEW_KEY, *files, "-subj", f"/CN={name}", "-days", _DAYS, *uses)
     return certificate
 
 
@@ -31,7 +33,9 @@ def make_certificate(
         str(authority.with_suffix(".key")),
         "-CAcreateserial",
     )
-    signer += ("-copy_extensions", "copy")
+    identifiers = folder / "identifiers.cnf"
+    identifiers.write_text("subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n")
+    signer += ("-copy_extensions", "copy", "-extfile", str(identifiers))
     _openssl("x509", "-req", "-in", request, *signer, "-out", signed, "-days", str(days))
     return TlsConfig(certificate=signed, key=key, authority=str(authority))
 
