@@ -118,27 +118,25 @@ class Installer:
         self.environ["UV_PYTHON_DOWNLOADS"] = "never"
         # A HOME that cannot be written to has no place for a cache: uv takes a temporary one.
         cache = self.cache()
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            writable = os.access(cache, os.W_OK)
-        except OSError:
-            writable = False
+        writable = False
+        with contextlib.suppress(OSError):
+            if cache is not None:
+                cache.mkdir(parents=True, exist_ok=True)
+                writable = os.access(cache, os.W_OK)
         if not writable:
             self.environ["UV_NO_CACHE"] = "1"
             self.environ["PIP_NO_CACHE_DIR"] = "1"
-        elif cache.stat().st_dev != self.venv.stat().st_dev:
+        elif cache and cache.stat().st_dev != self.venv.stat().st_dev:
             self.environ["UV_LINK_MODE"] = "copy"
 
-    def cache(self) -> Path:
+    def cache(self) -> Path | None:
+        """Where uv keeps what it has downloaded; None without a HOME."""
         if named := self.environ.get("UV_CACHE_DIR"):
             return Path(named)
-        return (
-            Path(
-                self.environ.get("XDG_CACHE_HOME")
-                or Path(self.environ.get("HOME") or "/nonexistent") / ".cache"
-            )
-            / "uv"
-        )
+        if caches := self.environ.get("XDG_CACHE_HOME"):
+            return Path(caches) / "uv"
+        home = self.environ.get("HOME")
+        return Path(home) / ".cache" / "uv" if home else None
 
     def install_uv(self) -> None:
         version = UV.partition("==")[2]
@@ -154,7 +152,6 @@ class Installer:
     def run(self, command: list[str | Path]) -> None:
         """Run a command and say what it says, and every ten silent seconds that it still runs."""
         heard_s = time.monotonic()
-        said: list[str] = []
         process = subprocess.Popen(
             command,
             cwd=CHECKOUT,
@@ -165,7 +162,7 @@ class Installer:
             errors="replace",
         )
 
-        def tell_that_it_runs() -> None:
+        def say_that_it_runs() -> None:
             nonlocal heard_s
             while process.poll() is None:
                 time.sleep(0.2)
@@ -173,11 +170,10 @@ class Installer:
                     heard_s = time.monotonic()
                     self.say(f"still {self.doing} ...")
 
-        watcher = threading.Thread(target=tell_that_it_runs, daemon=True)
+        watcher = threading.Thread(target=say_that_it_runs, daemon=True)
         watcher.start()
         assert process.stdout is not None
         for line in process.stdout:
-            said.append(line.rstrip())
             if re.match(
                 r"\s*[+~-] |\s*$|Using Python |WARNING: Retrying|WARNING: Location .* is ignored", line
             ):
@@ -221,9 +217,9 @@ class Installer:
             raise InstallError(f"uv.lock cannot be read: {done.stderr.strip()}")
         return done.stdout.replace("\\\n", " ").splitlines()
 
-    def choose_torch(self, wish: str) -> tuple[str, list[str]]:
+    def choose_torch(self, choice: str) -> tuple[str, list[str]]:
         """Choose torch's build: `cpu` or `pypi`, and the options of uv that find it."""
-        if wish == "pypi" or (wish == "auto" and has_gpu()):
+        if choice == "pypi" or (choice == "auto" and has_gpu()):
             return "pypi", []
         wanted = f"torch=={locked_version('torch')}+cpu"
         dry = ("pip", "install", "--dry-run", "--reinstall-package", "torch", "--no-deps", wanted)
@@ -231,7 +227,7 @@ class Installer:
             return "cpu", []
         if self.answers(*dry, "--torch-backend", "cpu"):
             return "cpu", ["--torch-backend", "cpu"]
-        if wish == "cpu":
+        if choice == "cpu":
             raise InstallError(
                 f"{wanted} is on no index that pip is set to, and download.pytorch.org cannot be reached;"
                 " TORCH=pypi takes PyPI's build for GPUs, 3 GB"
@@ -241,12 +237,12 @@ class Installer:
         )
         return "pypi", []
 
-    def install(self, what: str, wish: str) -> None:
+    def install(self, what: str, choice: str) -> None:
         """Install Penstock, editable, and what serving (`demo`) or tests and checks (`dev`) need."""
         self.make_venv()
         self.check_room(*SIZES_GB[what, "cpu"])
         self.install_uv()
-        build, options = self.choose_torch(wish)
+        build, options = self.choose_torch(choice)
         gb, disk_gb = SIZES_GB[what, build]
         self.check_room(gb, disk_gb)
         self.say(
@@ -277,7 +273,7 @@ class Installer:
         self.uv(*command, "-r", requirements, "-e", ".")
         self.say(f"Installed into {self.venv.name}")
 
-    def install_env(self, files: list[Path], wish: str) -> None:
+    def install_env(self, files: list[Path], choice: str) -> None:
         """Install what requirement files list, with all that it needs named there or `--no-deps` in a line of its own."""
         try:
             lines = [line for file in files for line in file.read_text().splitlines()]
@@ -288,7 +284,7 @@ class Installer:
         self.make_venv()
         self.install_uv()
         build, options = (
-            self.choose_torch(wish) if any(line.startswith("torch==") for line in lines) else ("pypi", [])
+            self.choose_torch(choice) if any(line.startswith("torch==") for line in lines) else ("pypi", [])
         )
         self.say(f"Installing {', '.join(map(str, files))} into {self.venv}")
         self.uv("pip", "install", "--no-deps", *options, "-r", self.written("env", with_torch(build, lines)))
