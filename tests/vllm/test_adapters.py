@@ -10,6 +10,8 @@ from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from tests.vllm.conftest import ALPHA, RANK
 
+pytestmark = pytest.mark.nightly
+
 PROMPT = list(range(20, 60))
 
 

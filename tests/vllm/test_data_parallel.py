@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable
 
 import psutil
+import pytest
 
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Request, SamplingParams
@@ -16,6 +17,8 @@ from penstock.router.dispatch.dispatcher import Dispatcher
 from tests.support.cluster import MemoryCluster, small_card
 from tests.vllm.conftest import BLOCK, TIMEOUT_S
 from tests.vllm.indexed import prompt, reusable
+
+pytestmark = pytest.mark.nightly
 
 BLOCKS = 14
 EVENTS_S = 1.0

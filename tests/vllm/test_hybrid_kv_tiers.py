@@ -15,6 +15,8 @@ from tests.vllm.test_engine import greedy
 from tests.vllm.test_engine import prompt as random_prompt
 from tests.vllm.test_kv_tiers import check_aborts_leave_nothing, counts_of, damage_host, tiers
 
+pytestmark = pytest.mark.nightly
+
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "head_dim": 64}
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 WINDOW = 2

@@ -17,6 +17,8 @@ from tests.vllm.conftest import BLOCK, vllm_processes
 from tests.vllm.servers import NAME, running_servers
 from tests.vllm.test_disaggregated import Site
 
+pytestmark = pytest.mark.nightly
+
 TOKENS = 40
 TEXT = "the quick brown fox jumps over the lazy dog"
 

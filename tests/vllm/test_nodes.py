@@ -23,7 +23,7 @@ from tests.support.cable import cable
 from tests.support.host import Host
 from tests.support.registries import Etcd
 
-pytestmark = [pytest.mark.needs("ip", "curl", "namespaces", "etcd"), pytest.mark.alone]
+pytestmark = [pytest.mark.needs("ip", "curl", "namespaces", "etcd"), pytest.mark.alone, pytest.mark.nightly]
 ROLE = {
     "engine": "vllm", "nodes": 2, "tensor_parallel": 2, "kv_blocks": 64, "weight_dtype": "float32",
     "engine_args": {"enforce_eager": True},

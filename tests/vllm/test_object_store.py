@@ -14,6 +14,8 @@ from tests.vllm.test_engine import greedy
 from tests.vllm.test_engine import prompt as random_prompt
 from tests.vllm.test_kv_tiers import BLOCKS, CACHED, LENGTH, TOKENS, counts_of, evict, tiers
 
+pytestmark = pytest.mark.nightly
+
 LOADS_BEFORE_DEATH = 2
 PROMPTS = [random_prompt(LENGTH, 3000 + seed) for seed in range(4)]
 

@@ -1,7 +1,11 @@
 """Which of several waiting requests vLLM takes first."""
 
+import pytest
+
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
+
+pytestmark = pytest.mark.nightly
 
 
 def request_of(name, priority, tokens):

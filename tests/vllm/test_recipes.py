@@ -12,6 +12,8 @@ from penstock.engine.vllm.launch.arguments import typed_arguments
 from penstock.graph import load
 from tests.support.recipes import RECIPES, roles_of
 
+pytestmark = pytest.mark.nightly
+
 VLLM = [path for path in RECIPES if {role.engine for _, _, role in roles_of(path)} == {"vllm"}]
 
 

@@ -16,6 +16,8 @@ from penstock.frontend.text.detokenize import Detokenizer
 from penstock.graph import Graph
 from tests.vllm.servers import BLOCK, NAME, VllmServer, free_port, running_router, running_servers
 
+pytestmark = pytest.mark.nightly
+
 TOKENS = 24
 
 

@@ -10,6 +10,8 @@ from penstock.core.errors import EngineError, RequestError
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens
 
+pytestmark = pytest.mark.nightly
+
 SCHEMA = {
     "type": "object",
     "properties": {
