@@ -221,7 +221,10 @@ class Installer:
         """Choose torch's build: `cpu` or `pypi`, and the options of uv that find it."""
         if choice == "pypi" or (choice == "auto" and has_gpu()):
             return "pypi", []
-        wanted = f"torch=={locked_version('torch')}+cpu"
+        version = locked_version("torch")
+        if list(self.venv.glob(f"lib/python*/site-packages/torch-{version}+cpu.dist-info")):
+            return "cpu", []  # it is here: to compile native code anew takes no network
+        wanted = f"torch=={version}+cpu"
         dry = ("pip", "install", "--dry-run", "--reinstall-package", "torch", "--no-deps", wanted)
         if self.answers(*dry):
             return "cpu", []
@@ -258,19 +261,23 @@ class Installer:
             "--no-deps",
             "--reinstall-package",
             "penstock-llm",
-            *options,
+            "-e",
+            ".",
         ]
-        if what == "demo":
-            command += ["--build-constraints", builders]
-        else:  # the build of Penstock alone runs in .venv, so that the next one compiles only what has changed
-            self.uv("pip", "install", "--no-deps", "-r", builders)
+        if what == "demo":  # at once, so that native code is compiled while packages are downloaded
+            command += ["--build-constraints", builders, "-r", requirements, *options]
+        else:
+            # The build of Penstock alone runs in .venv, so that the next one compiles only what has changed, and takes no network.
+            self.uv("pip", "install", "--no-deps", *options, "-r", builders, "-r", requirements)
             command += ["--no-build-isolation-package", "penstock-llm"]
-        # From here on the environment is neither what it was nor what it will be.
-        for old in (*self.venv.glob(".installed-*"), *CHECKOUT.glob("src/penstock/_native.*.so")):
-            old.unlink(missing_ok=True)
+        for stamp in self.venv.glob(".installed-*"):
+            stamp.unlink(missing_ok=True)
         if self.native:
             self.doing = "compiling native code (PENSTOCK_NATIVE=OFF leaves it out)"
-        self.uv(*command, "-r", requirements, "-e", ".")
+        self.uv(*command)
+        if not self.native:  # a build replaces the module; until one has succeeded, the former serves
+            for module in CHECKOUT.glob("src/penstock/_native.*.so"):
+                module.unlink(missing_ok=True)
         self.say(f"Installed into {self.venv.name}")
 
     def install_env(self, files: list[Path], choice: str) -> None:
