@@ -13,8 +13,8 @@ def make_authority(folder: Path, name: str) -> Path:
     """Make a certificate authority; return the path of its certificate. The key is in the same directory."""
     certificate = folder / f"{name}.pem"
     files = ("-keyout", str(certificate.with_suffix(".key")), "-out", str(certificate))
-    # What Python 3.13 and newer ask of an authority, as RFC 5280 does.
-    uses = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    # What Python 3.13 and newer ask of an authority, as RFC 5280 does; a server that shows this certificate itself signs too.
+    uses = ("-addext", "keyUsage=critical,digitalSignature,keyCertSign,cRLSign")
     _openssl("req", "-x509", *_NEW_KEY, *files, "-subj", f"/CN={name}", "-days", _DAYS, *uses)
     return certificate
 
