@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.events import BlockRemoved, BlockStored, Tier
-from penstock.core.wire import pack_hashes
 from penstock.kv.disk.records import SUFFIX
 from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.namespace import Namespace
@@ -18,29 +16,6 @@ from tests.support.slots import BLOCK_BYTES, NAMESPACE, chain, content, targets
 def make(directory: Path, slots: int = 8, block_bytes: int = BLOCK_BYTES, **options) -> SlotFile:
     slot_bytes = -(-block_bytes // 4096) * 4096
     return SlotFile(directory / "kv", slots * slot_bytes, block_bytes, NAMESPACE, **options)
-
-
-@pytest.mark.parametrize("block_bytes", [100, 4096, BLOCK_BYTES, 10_000])
-async def test_blocks_come_back_after_a_restart_too(tmp_path: Path, block_bytes: int) -> None:
-    hashes = chain(5)
-    blocks = content(hashes, block_bytes)
-
-    async def check(slots: SlotFile) -> None:
-        into = targets(6, block_bytes)
-        assert slots.locate(chain(6)) == 5
-        assert await slots.load(chain(6), into) == 5
-        assert (into[:5] == blocks).all()
-        assert not into[5].any()
-        slots.check()
-
-    slots = make(tmp_path, block_bytes=block_bytes)
-    assert slots.locate(hashes) == 0
-    assert await slots.store(hashes, blocks) == 5
-    await check(slots)
-    await slots.close()
-    slots = make(tmp_path, block_bytes=block_bytes)
-    await check(slots)
-    await slots.close()
 
 
 async def test_buffers_may_be_scattered_and_unaligned(tmp_path: Path) -> None:
@@ -71,29 +46,6 @@ async def test_the_least_recently_used_tails_make_room_before_and_after_a_restar
     assert await slots.store(new, content(new)) == 4
     assert [slots.locate(hashes) for hashes in (old, used, new)] == [0, 2, 4]
     slots.check()
-    await slots.close()
-
-
-async def test_events_say_what_is_there_with_parents(tmp_path: Path) -> None:
-    hashes = chain(4)
-    slots = make(tmp_path, slots=4)
-    await slots.store(hashes[:2], content(hashes[:2]))
-    await slots.store(hashes[2:], content(hashes[2:]), parent=int(hashes[1, 0]))
-    first = slots.take_events()
-    await slots.load(hashes, targets(4))
-    await slots.close()
-    slots = make(tmp_path, slots=4)
-    again = slots.take_events()
-    assert [event.parent_block_hash for event in first] == [None, int(hashes[1, 0])]
-    assert again == (
-        BlockStored(
-            block_hashes=pack_hashes(hashes[:, 0]), parent_block_hash=None, block_size=4, tier=Tier.DISK
-        ),
-    )
-    other = chain(1, 9)
-    await slots.store(other, content(other))
-    removed = slots.take_events()[0]
-    assert removed == BlockRemoved(block_hashes=pack_hashes(hashes[3:, 0]), tier=Tier.DISK)
     await slots.close()
 
 
@@ -129,20 +81,6 @@ async def test_the_salt_itself_is_not_in_the_file(tmp_path: Path) -> None:
     assert b"secret" not in (tmp_path / f"kv{SUFFIX}").read_bytes()
 
 
-async def test_a_file_may_become_longer_and_shorter(tmp_path: Path) -> None:
-    hashes = chain(6)
-    for size, held in ((6, 6), (12, 6), (3, 3), (6, 3)):
-        slots = make(tmp_path, slots=size)
-        if size == 6 and held == 6:
-            await slots.store(hashes, content(hashes))
-        assert slots.num_cached == held
-        into = targets(held)
-        assert await slots.load(hashes[:held], into) == held
-        assert (into == content(hashes[:held])).all()
-        slots.check()
-        await slots.close()
-
-
 def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "kv").write_bytes(b"somebody's")
     with pytest.raises(ConfigError, match="is no slot file"):
@@ -153,18 +91,6 @@ def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not written by this program"):
         make(tmp_path)
     assert (tmp_path / f"kv{SUFFIX}").read_bytes() == b"notes" * 2000
-
-
-async def test_what_does_not_fit_is_not_stored(tmp_path: Path) -> None:
-    hashes = chain(12)
-    slots = make(tmp_path, slots=8)
-    assert await slots.store(hashes, content(hashes)) == 8
-    assert slots.counts.refused == 4
-    slots.check()
-    await slots.close()
-    slots = make(tmp_path, slots=8, storing_max=2)
-    assert await slots.store(hashes[8:], content(hashes[8:])) == 2
-    await slots.close()
 
 
 def test_a_disk_that_is_full_is_refused_at_once_and_leaves_nothing(

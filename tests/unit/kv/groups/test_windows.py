@@ -13,13 +13,6 @@ def kept(window, start, end, block_size):
     return len({token // block_size for token in range(first, end)})
 
 
-def test_a_window_takes_blocks_beside_those_of_the_tokens():
-    assert GPT_OSS.blocks(1000, 1, 16) == 9
-    assert GPT_OSS.blocks(40, 1, 16) == 3, "no more than it has tokens"
-    assert GPT_OSS.blocks(100_000, 2048, 16) == 137
-    assert Windows().blocks(1000, 512, 16) == 0
-
-
 def test_the_longest_request_fits_with_its_windows():
     assert Windows().tokens_beside(100, 512, 16) == 1600
     assert GPT_OSS.tokens_beside(100, 1, 16) == 91 * 16

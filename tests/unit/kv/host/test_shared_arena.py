@@ -1,6 +1,5 @@
 """Host tiers of one host's workers: what one offloads another loads, whatever the first does meanwhile."""
 
-import asyncio
 import random
 
 import numpy as np
@@ -10,7 +9,7 @@ from msgspec.structs import replace
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Holder, Tier
 from penstock.core.wire import unpack_hashes
-from penstock.kv.host import host_tier, memory
+from penstock.kv.host import memory
 from penstock.kv.host.extent import NOTES, ExtentLayout
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
@@ -53,18 +52,6 @@ async def test_a_reader_that_missed_a_note_learns_it_from_the_record():
     )
     assert known(two.tier.take_events()) == {int(low) for n, low in enumerate(chain(6)[:, 0]) if n != 4}
     await closed(one, two)
-
-
-async def test_an_offload_that_fails_is_logged_and_can_be_done_again(monkeypatch, capsys):
-    worker = SharedHost().worker(0)
-    with monkeypatch.context() as patched:
-        patched.setattr(host_tier, "copy_from_device", lambda *_: 1 / 0)
-        assert await worker.offload(chain(3)) == 3
-    assert worker.tier.num_cached == 0
-    assert "kv_save_failed" in "".join(capsys.readouterr())
-    assert await worker.offload(chain(3)) == 3
-    assert await worker.load(chain(3)) == 3
-    await closed(worker)
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
@@ -216,18 +203,6 @@ async def test_clearing_forgets_what_others_keep_but_not_what_they_store_afterwa
     again = host.worker(0)
     assert [two.tier.locate(chain(6, number)) for number in (0, 2)] == [0, 6]
     await closed(again, two)
-
-
-async def test_a_worker_without_requests_says_what_others_store():
-    host = SharedHost()
-    one, two = host.worker(0), host.worker(1)
-    told = asyncio.Event()
-    two.tier.start(told.set)
-    await one.offload(chain(6))
-    assert two.tier.locate(chain(6)) == 6, "who asks takes notes in, and the events are still to be told"
-    await told.wait()
-    assert len(known(two.tier.take_events())) == 6
-    await closed(one, two)
 
 
 @pytest.mark.slow

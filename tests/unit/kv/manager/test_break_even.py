@@ -9,7 +9,6 @@ from penstock.kv.measured import MeasuredSpeed
 from tests.support.held_tier import HeldTier
 
 BLOCK_SIZE = 4
-NEEDED = 8000.0  # 32 bytes a block, 4 tokens a block, 1000 tokens a second
 
 
 def said(capsys):
@@ -42,20 +41,6 @@ async def test_probes_say_a_line_a_tier_at_the_start_and_serving_corrects_it(cap
     assert "needed_bytes_per_s=24000" in text
     assert "measured_by=serving" in text
     assert text.count("kv_tier_too_slow") == 1
-
-
-async def test_a_tier_that_no_probe_measures_is_said_at_the_start_and_again_once_its_speed_is_known(capsys):
-    tier, prefill, break_even = scene(0.0)
-    (line,) = break_even.probed(0.000_000_001, [None])
-    assert line == "host: loading pays above 8 GB/s; not measured yet"
-    break_even.probed(0.001, [None])
-    assert "measured_bytes_per_s='not yet'" in said(capsys)
-    prefill.measure(1000, 1.0)
-    break_even.look()
-    assert said(capsys) == ""
-    tier.seconds_per_block = 32 / 16000
-    break_even.look()
-    assert "measured_bytes_per_s=16000" in said(capsys)
 
 
 async def test_a_tier_that_cannot_help_is_warned_of_once_until_it_recovers(capsys):

@@ -99,18 +99,6 @@ def test_what_a_tier_refuses_is_counted_as_dropped_with_what_follows():
     assert scene.counters.dropped_blocks == 5 + 7
 
 
-def test_what_a_tier_keeps_or_is_reading_is_not_refused():
-    scene = Scene()
-    scene.leave(1, 4)
-    scene.leave(1, 6)
-    assert [len(read) for _, read, _ in scene.tier.offloads] == [4, 2]
-    scene.copied()
-    scene.tier.keys.remove(int(chain(1)[1, 0]))
-    scene.leave(1, 6)
-    assert scene.copied() == 1
-    assert scene.counters.dropped_blocks == 0
-
-
 def test_a_budget_is_kept_while_requests_run():
     scene = Scene(OffloadPolicy(bytes_per_s=32 * 8))  # 8 blocks of 32 bytes a second
     copied = []
@@ -169,19 +157,6 @@ def test_write_back_never_waits_and_counts_what_it_was_too_late_for():
     assert 0 < scene.counters.dropped_blocks == 40 * 8 - len(known)
     scene.pool.check()
     assert scene.pool.num_active == 0
-
-
-def test_a_long_prefix_that_goes_on_is_written_back_from_its_first_block_and_once():
-    scene = Scene(WRITE_BACK, num_blocks=64, eviction="seconds")
-    for turn in range(1, 7):
-        scene.leave(1, 4 * turn)
-    assert scene.copied() == 0
-    for seed in range(2, 12):
-        scene.leave(seed)
-        scene.copied()
-    assert {*chain(1, 24)[:, 0].tolist()} <= scene.tier.keys
-    assert scene.counters.offloaded_blocks <= 24 + 10 * 8, "no block twice"
-    assert scene.counters.dropped_blocks == 0
 
 
 def test_what_is_cleared_is_neither_copied_nor_counted():

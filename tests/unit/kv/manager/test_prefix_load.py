@@ -54,23 +54,6 @@ def test_another_source_is_taken_where_it_is_known_to_be_quicker():
     assert runs_of([slow, unknown, quick]) == [(2, 0, 3), (0, 3, 3)]
 
 
-def test_the_next_source_brings_what_one_failed_to():
-    near, middle, far = keeping(0, 1, 2, 3), keeping(0, 1, 2), keeping(0, 1, 2, 3)
-    loading = Loading(near, middle, far)
-    near.loads[0].end(1)
-    assert middle.loads[0].targets == [101, 102]
-    middle.loads[0].end()
-    assert far.loads[0].targets == [103]
-    assert loading.ended == []
-    far.loads[0].end()
-    assert loading.ended == [4]
-    assert [(part.source, part.num_before, part.num_blocks) for part in loading.load.parts] == [
-        (near, 0, 1),
-        (middle, 1, 2),
-        (far, 3, 1),
-    ]
-
-
 def test_runs_after_a_missing_block_are_cancelled_and_waited_for():
     near, far = keeping(0, 1), keeping(2, 3)
     loading = Loading(near, far)

@@ -37,15 +37,6 @@ def told(index):
     return events
 
 
-def test_events_tell_runs_of_blocks_with_their_parents():
-    index = PackIndex(16, 100)
-    index.add(pack("a", [0, 1, 2, 5, 6]), 1.0)
-    assert index.has_events
-    assert told(index) == [("stored", None, [0, 1, 2]), ("stored", 4, [5, 6])]
-    assert told(index) == []
-    assert not index.has_events
-
-
 def test_a_block_in_two_packs_is_told_once_and_removed_with_the_last_one():
     index = PackIndex(16, 100)
     index.add(pack("a", [0, 1]), 1.0)

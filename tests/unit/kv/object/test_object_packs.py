@@ -64,19 +64,6 @@ async def test_what_one_writer_stored_another_loads(block_bytes: int):
             assert (reader.num_cached, reader.counts.loaded, writer.counts.stored) == (6, 6, 6)
 
 
-async def test_blocks_share_packs_of_the_wanted_size_also_across_stores():
-    store = MemoryStore()
-    async with make(store, gather_s=0.05) as packs:
-        async with asyncio.TaskGroup() as group:
-            for part in (HASHES[:1], HASHES[1:3], HASHES[3:]):
-                parent = None if part is HASHES[:1] else 7
-                group.create_task(packs.store(part, content(part), parent=parent))
-        assert packs.locate(HASHES) == 6
-        assert await packs.load(HASHES, targets(6)) == 6
-    sizes = sorted(len(raw) for raw in listed(store).values())
-    assert sizes == [head_bytes(2) + 2 * BLOCK_BYTES, head_bytes(4) + FOUR]
-
-
 async def test_neighbours_are_got_by_one_request(monkeypatch: pytest.MonkeyPatch):
     calls = []
     get = obstore.get_range_async

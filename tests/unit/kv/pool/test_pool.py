@@ -3,7 +3,7 @@ import pytest
 
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import BlockRemoved
-from penstock.core.wire import pack_hashes, unpack_hashes
+from penstock.core.wire import pack_hashes
 from penstock.kv.pool.pool import BlockPool
 
 
@@ -38,25 +38,6 @@ def test_keys_are_all_128_bits(make_pool):
     other[0, 1] += np.uint64(1)
     assert pool.match(hashes) != []
     assert pool.match(other) == []
-
-
-def test_duplicates_stay_private_and_are_told_once(make_pool):
-    pool = make_pool(8, 4)
-    hashes = chain(3)
-    first, second = pool.allocate(2), pool.allocate(3)
-    pool.commit(first, hashes[:2], None)
-    pool.commit(second, hashes, None)
-    stored = pool.take_events()
-    assert [unpack_hashes(event.block_hashes).tolist() for event in stored] == [
-        hashes[:2, 0].tolist(),
-        hashes[2:, 0].tolist(),
-    ]
-    assert stored[1].parent_block_hash == int(hashes[1, 0])
-    assert pool.match(hashes) == [*first, second[2]]
-    pool.release(second)
-    assert (pool.num_cached, pool.num_active) == (3, 2)
-    assert pool.take_events() == ()
-    pool.check()
 
 
 def test_wrong_content_is_forgotten_and_its_owner_keeps_the_block(make_pool):

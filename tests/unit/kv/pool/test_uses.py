@@ -85,16 +85,6 @@ def test_priorities_of_many_blocks_end_a_few_at_a_time(make_pool, policy):
     assert cached(pool, later) == 0
 
 
-def test_a_use_of_lower_priority_leaves_one_that_has_not_ended(make_pool):
-    pool = make_pool(6)
-    kept, usual = chain(3), chain(3, first=1000)
-    run(pool, kept, BlockUse(priority=2, until_s=10.0))
-    run(pool, kept, BlockUse(priority=-3))
-    run(pool, usual)
-    run(pool, chain(3, first=2000))
-    assert [cached(pool, hashes) for hashes in (kept, usual)] == [3, 0]
-
-
 def test_a_dear_prefix_stays_before_a_cheap_one(make_pool):
     """Equal chances: what is deeper costs more to compute, unless a tier below gives it back."""
     for load_s, dear in ((math.inf, True), (1e-9, False)):
@@ -147,15 +137,3 @@ def test_blocks_that_two_tenants_use_are_the_last_users(make_pool):
     for number in range(4):  # of its own it has up to 8, and no more than 4 when others need room
         run(pool, chain(4, first=1000 * (number + 1)), BlockUse(tenant=1))
     assert cached(pool, shared) == 4
-
-
-def test_time_passes_while_a_pool_is_filled(make_pool):
-    """Before anything was evicted, what was used long ago has waited longer than what was used just now."""
-    pool = make_pool(200, price=PrefillPrice(1.0, 1 / 2048), block_size=64)
-    deep, shallow = chain(40), chain(10, first=1000)  # a token of `deep` costs more, by less than a half
-    run(pool, deep)
-    running = pool.allocate(150)
-    run(pool, shallow)
-    run(pool, chain(4, first=2000))
-    assert (cached(pool, deep), cached(pool, shallow)) == (36, 10)
-    pool.release(running)

@@ -33,13 +33,6 @@ def test_closing_lets_the_blocks_go_once_the_last_request_is_done():
     assert scene.cached([1, 2, 3]) == 0
 
 
-def test_a_closing_request_that_was_aborted_does_not_close():
-    scene = Scene()
-    scene.ask("a", [1, 2], OPEN)
-    scene.run(scene.begin("a", CLOSE), [1, 2, 3], is_done=False)
-    assert len(scene.sessions) == 1
-
-
 def test_a_session_expires_after_its_last_request_and_not_during_one():
     scene = Scene(ttl_s=10)
     scene.ask("a", [1], OPEN)
@@ -83,18 +76,6 @@ def test_a_session_larger_than_the_quota_keeps_its_beginning():
     scene.ask("a", [1, 2, 3, 4, 5, 6], OPEN)
     scene.flood()
     assert scene.cached([1, 2, 3, 4, 5, 6]) == 4
-
-
-def test_a_session_for_which_the_quota_has_no_room_does_not_end_for_others():
-    scene = Scene(kv_share=0.25)
-    scene.ask(None, [1, 2, 3, 4])
-    scene.sessions.pin("system", scene.hashes([1, 2, 3, 4]), None)
-    scene.ask("a", [5, 6], OPEN)
-    assert (len(scene.sessions), scene.sessions.num_kept) == (2, 4)
-    assert scene.sessions.give_way()
-    assert [session.key.name for session in scene.sessions] == ["a"]
-    assert not scene.sessions.give_way()
-    assert scene.sessions.counts.yielded == 1
 
 
 def test_a_prefix_that_sessions_share_counts_once():

@@ -142,35 +142,3 @@ def test_a_prompt_that_would_wait_long_is_computed_beside_streams_if_these_may_b
     assert late(found)[1] == pytest.approx(2, rel=0.1)
     assert found.comparison.local == found.whole.prices()[found.whole.slot]
     assert credit(found) is None
-
-
-def test_half_the_time_to_the_first_token_is_what_it_takes():
-    """Here it takes a second, there the queue and a second."""
-    for queued, is_remote in ((90, True), (110, False)):
-        assert decided(None, crowded(queued), left_s=FULL).comparison.is_remote is is_remote
-
-
-def test_it_goes_to_who_may_be_late():
-    asked = crowded(running_requests=[0, 60, 61])
-    found = decided(None, asked, left_s=[0.0, 1.9, 2.2])
-    assert (found.comparison.is_remote, found.choice.slot) == (False, 2)
-    assert found.costs_more(1, None) < 0, "the sums alone would have it elsewhere"
-    assert decided(None, asked, left_s=[5.0, 1.9, 1.9]).comparison.is_remote
-
-
-def test_a_full_account_is_enough_for_any_prompt():
-    dear = Budget(np.full(3, 10.0), np.full(3, 10.0), np.full(3, 50.0))
-    asked, parts = crowded(), inputs(None)
-    found = decide(SELECTOR, asked, 0, replace(parts, override=dear))
-    assert not found.comparison.is_remote
-    assert late(found)[1] > 50
-    spent = replace(dear, left_s=np.full(3, 9.999))
-    assert decide(SELECTOR, asked, 0, replace(parts, override=spent)).comparison.is_remote
-
-
-def test_who_has_no_streams_makes_nobody_late():
-    asked = crowded(running_requests=[0, 0, 60])
-    assert decided(None, asked, local_tokens_max=50).comparison.is_remote
-    found = decided(None, asked, left_s=[-5.0, 0.0, -5.0], local_tokens_max=50)
-    assert (found.comparison.is_remote, found.choice.slot) == (False, 1)
-    assert late(found) == (0, 0.0)

@@ -70,16 +70,6 @@ async def test_requests_go_to_a_holder_of_their_adapter_only(cluster, dispatcher
     assert view.adapters == ("b",)
 
 
-@scenario({"w1": ("a", "tiny"), "w2": ("b",)})
-async def test_models_list_adapters_while_somebody_has_them(cluster, dispatcher, engines):
-    assert list(dispatcher.models()) == ["tiny", "a", "b"]
-    assert dispatcher.models()["b"].parent == "tiny"
-    assert dispatcher.models() is dispatcher.models(), "made once for all requests until something changes"
-    cluster.worker("w2").stop()
-    await asyncio.sleep(0.01)
-    assert list(dispatcher.models()) == ["tiny", "a"]
-
-
 @scenario({"w1": ()}, no_worker_wait_s=5.0)
 async def test_a_request_waits_for_its_adapter_and_no_other_worker_will_do(cluster, dispatcher, engines):
     async def start() -> None:

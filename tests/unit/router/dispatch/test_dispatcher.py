@@ -145,23 +145,6 @@ async def test_hashes_are_computed_where_they_are_missing_and_checked_where_not(
     assert caught.value.param == "block_hashes"
 
 
-@pytest.mark.parametrize("after_tokens", [0, 3])
-@scenario()
-async def test_leaving_cancels_at_once(setting, after_tokens):
-    now = asyncio.get_running_loop().time
-    async with setting.dispatcher.open(make_request()) as stream:
-        await settle()
-        engine = setting.engines[setting.holder()]
-        for token in range(after_tokens):
-            engine.emit("r", token)
-            await anext(stream)
-        left_s = now()
-    await settle()
-    assert engine.aborted == ["r"]
-    assert now() == left_s
-    setting.check_nothing_left()
-
-
 @scenario()
 async def test_the_deadline_ends_a_stream_and_its_engine_work(setting):
     loop = asyncio.get_running_loop()
@@ -341,16 +324,6 @@ async def test_other_refusals_are_the_answer(setting, error):
     assert caught.value.param == getattr(error, "param", None)
 
 
-@scenario()
-async def test_no_worker_at_all_is_an_error_that_names_the_model(setting):
-    loop = asyncio.get_running_loop()
-    before_s = loop.time()
-    with pytest.raises(Unavailable, match=r"model other: no worker was ready within 60 s; .*: tiny;"):
-        async with setting.dispatcher.open(make_request(model="other")):
-            pass
-    assert loop.time() - before_s == pytest.approx(60.0)
-
-
 @scenario(config=RouterConfig(open_requests_max=2))
 async def test_open_requests_are_bounded_and_ids_are_unique(setting):
     async with setting.dispatcher.open(make_request("a")) as a:
@@ -499,18 +472,3 @@ async def test_routers_that_choose_at_the_same_moment_choose_again_where_others_
             assert (cluster.figure("stale_routes_total") > 0) == (stale_routes_max > 0)
             for task in tasks:
                 task.cancel()
-
-
-@scenario()
-async def test_a_router_hears_of_its_peers_requests(setting):
-    async with setting.cluster.dispatcher() as other:
-        await asyncio.sleep(0.01)
-        async with setting.dispatcher.open(make_request("a")):
-            await settle()
-            name = setting.holder("a")
-            (load,) = (view.load for view in other.workers() if view.name == name)
-            told = (load["peers"], load["peer_requests"], load["peer_prefill_tokens"])
-            assert told == (1, 1, len(PROMPT))
-        await asyncio.sleep(0.1)
-        for dispatcher in (other, setting.dispatcher):
-            assert not any(view.load["peer_requests"] for view in dispatcher.workers())

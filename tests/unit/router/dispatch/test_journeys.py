@@ -4,8 +4,6 @@ import asyncio
 
 import pytest
 
-from tests.support import kv_transfer_scene
-from tests.support.kv_transfer import tiny_request, whole_answer
 from tests.support.scene import make_request, scenario, settle
 
 
@@ -44,15 +42,3 @@ async def test_the_latest_are_few_and_the_newest_first(cluster, dispatcher, engi
     async with dispatcher.open(make_request("a")), dispatcher.open(make_request("b")):
         assert [each.request_id for each in dispatcher.latest_journeys(3)] == ["b", "a", "r299"]
         assert [each.request_id for each in dispatcher.latest_journeys(1)] == ["b"]
-
-
-@kv_transfer_scene.scenario()
-async def test_a_disaggregated_request_has_a_prefill_and_a_decode_leg(cluster, dispatcher):
-    await whole_answer(dispatcher, tiny_request("chat-0", 100, 5, seed=1))
-    (journey,) = dispatcher.journeys("chat")
-    prefill, decode = journey.legs
-    assert [(leg.worker, leg.part) for leg in journey.legs] == [("p0", "prefill"), ("d0", "decode")]
-    assert prefill.first_token_s <= decode.sent_s <= decode.first_token_s <= decode.ended_s
-    assert prefill.ended_s <= decode.sent_s
-    assert journey.outcome in {"stop", "length"}
-    assert journey.output_tokens == 5

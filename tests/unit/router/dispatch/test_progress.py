@@ -11,7 +11,6 @@ from penstock.core.types.requests import (
     FinishReason,
     PromptLogprobs,
     Request,
-    TokenLogprob,
 )
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.router.dispatch.progress import Progress
@@ -43,21 +42,6 @@ def test_each_move_sends_the_prompt_all_tokens_and_their_hashes():
         assert request.block_hashes == pack_hashes(block_hashes(everything, 4, b"s", key=KEY))
     assert progress.prompt_tokens == 5
     assert progress.output_tokens == 8
-
-
-def test_unread_deltas_are_merged_with_everything_in_them():
-    progress = Progress(asked([1]), small_card(), KEY)
-    logprobs = [TokenLogprob(token_id=t, logprob=-1.0) for t in (5, 6, 7)]
-    progress.add(make_delta(5, cached_tokens=0, logprobs=(logprobs[0],)))
-    progress.add(make_delta(6, 7, logprobs=tuple(logprobs[1:])))
-    progress.add(make_delta(finish_reason=FinishReason.STOP))
-    delta = progress.take()
-    assert unpack_tokens(delta.token_ids).tolist() == [5, 6, 7]
-    assert delta.logprobs == tuple(logprobs)
-    assert delta.cached_tokens == 0
-    assert delta.finish_reason is FinishReason.STOP
-    assert not progress.unread
-    assert progress.taken_tokens == 3
 
 
 def test_an_error_is_not_for_the_reader_but_the_tokens_beside_it_are():

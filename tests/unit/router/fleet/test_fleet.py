@@ -10,19 +10,18 @@ import pytest
 from penstock.core.errors import Unavailable
 from penstock.core.types.cards import CardFile
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved
-from penstock.core.types.instances import InstanceState, Role
-from penstock.core.types.requests import FinishReason, Request
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import Request
 from penstock.core.wire import pack_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.explain.explanation import RouteReason
 from penstock.router.workers.member import Condition
 from penstock.seams import RoutingContext
-from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.kv_transfer import tiny_engine
 from tests.support.manual_engine import ManualEngine
-from tests.support.scene import HASHES, PROMPT, make_request, scenario, settle, stored, view
+from tests.support.scene import HASHES, make_request, scenario, settle, stored, view
 
 
 async def route(dispatcher: Dispatcher, request: Request) -> str:
@@ -58,43 +57,6 @@ async def test_a_prefix_attracts_requests_to_its_holder(cluster, dispatcher, eng
     assert view(dispatcher, "w3").event_sequence == 2
 
 
-@pytest.mark.virtual
-async def test_workers_with_and_without_events_in_one_fleet():
-    config = RouterConfig(predicted_s=10.0)
-    async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
-        told, silent = ManualEngine(), ManualEngine()
-        await cluster.start("silent", silent, config=WorkerConfig(kv_events=False))
-        await asyncio.sleep(0.01)
-        async with dispatcher.open(make_request("a")) as stream:
-            await settle()
-            silent.emit("a", 1, 2, 3, finish=FinishReason.STOP, cached_tokens=0)
-            async for _ in stream:
-                pass
-        await cluster.start("told", told)
-        told.step(events=[stored(HASHES[:2])])
-        await settle()
-        assert view(dispatcher, "told").predicted is False
-        assert view(dispatcher, "silent").predicted is True
-        assert view(dispatcher, "silent").event_sequence is None
-        assert view(dispatcher, "silent").indexed_blocks == 6, "the answer's tokens fill a block too"
-        silent.step(events=[AllBlocksCleared()])
-        await settle()
-        async with dispatcher.open(make_request("b")) as stream:
-            assert dispatcher.latest_decisions(1)[-1].worker == "silent"
-            assert dispatcher.latest_decisions(1)[-1].chosen.overlap_blocks == 5
-            await settle()
-            silent.emit("b", 1, finish=FinishReason.STOP, cached_tokens=8)
-            async for _ in stream:
-                pass
-        assert cluster.figure("predicted_hit_tokens_total") == 20
-        assert cluster.figure("predicted_hits_found_tokens_total") == 8
-        await asyncio.sleep(11)
-        assert view(dispatcher, "silent").indexed_blocks == 0
-        assert view(dispatcher, "told").indexed_blocks == 2
-        assert await route(dispatcher, make_request("c")) == "told"
-        dispatcher.check()
-
-
 @scenario(config=RouterConfig(busy_kv_share=0.5, busy_queued_tokens=30))
 async def test_busy_workers_get_requests_only_while_all_are(cluster, dispatcher, engines):
     engines["w1"].step(events=[stored(HASHES)])
@@ -113,18 +75,6 @@ async def test_busy_workers_get_requests_only_while_all_are(cluster, dispatcher,
     await asyncio.sleep(1.0)
     assert await route(dispatcher, make_request("r")) in engines
     assert dispatcher.latest_decisions(1)[-1].num_candidates == 3
-
-
-@scenario()
-async def test_two_requests_at_once_do_not_both_see_an_idle_worker(cluster, dispatcher, engines):
-    async with dispatcher.open(make_request("a")), dispatcher.open(make_request("b", PROMPT[::-1])):
-        first, second = (decision.worker for decision in dispatcher.latest_decisions(9))
-        assert first != second
-        assert view(dispatcher, first).reserved_prefill_tokens == 21
-        await settle()
-        # busy workers report at once, and that replaces the reservation
-        assert view(dispatcher, first).reserved_requests == 0
-        assert view(dispatcher, first).load["running_requests"] == 1
 
 
 @scenario(num_workers=2)
@@ -184,25 +134,6 @@ async def test_a_new_frontend_has_looked_once_it_has_tried_all_workers_that_are_
             dispatcher.check()
 
 
-@scenario(num_workers=2)
-async def test_a_draining_worker_finishes_and_gets_nothing_new(cluster, dispatcher, engines):
-    engines["w1"].step(events=[stored(HASHES)])
-    await settle()
-    async with dispatcher.open(make_request()) as stream:
-        await settle()
-        cluster.worker("w1").stop()
-        await settle()
-        draining = view(dispatcher, "w1")
-        assert (draining.condition, draining.state) == (Condition.DRAINING, InstanceState.DRAINING)
-        assert await route(dispatcher, make_request("other")) == "w2"
-        await asyncio.sleep(5.0)
-        engines["w1"].emit("r", 1, finish=FinishReason.STOP)
-        assert (await anext(stream)).finish_reason is FinishReason.STOP
-    await asyncio.sleep(1.0)
-    assert [worker.name for worker in dispatcher.workers()] == ["w2"]
-    assert engines["w1"].closed
-
-
 @scenario(num_workers=0)
 async def test_a_model_or_adapter_whose_only_worker_drains_is_not_unknown(cluster, dispatcher, engines):
     """Who asks for it is told to come back: another worker may be on its way."""
@@ -219,20 +150,6 @@ async def test_a_model_or_adapter_whose_only_worker_drains_is_not_unknown(cluste
         assert [dispatcher.expects(name) for name in ("tiny", "sql", "poems")] == [True, True, False]
     await asyncio.sleep(5.0)
     assert not dispatcher.expects("tiny"), "it is gone"
-
-
-@scenario(num_workers=1)
-async def test_a_withdrawn_worker_may_finish_what_it_has(cluster, dispatcher, engines):
-    async with dispatcher.open(make_request()) as stream:
-        await settle()
-        cluster.abandon("w1")
-        await asyncio.sleep(cluster.discovery.lease_ttl_s + 0.1)
-        assert view(dispatcher, "w1").condition is Condition.WITHDRAWN
-        assert not dispatcher.models()
-        engines["w1"].emit("r", 1, finish=FinishReason.STOP)
-        assert (await anext(stream)).finish_reason is FinishReason.STOP
-    await settle()
-    assert not dispatcher.workers()
 
 
 @pytest.mark.parametrize(

@@ -37,21 +37,6 @@ def instance(data_parallel: int = 2) -> Instance:
     )
 
 
-def test_targets_have_names_and_ids_of_their_own_and_the_same_in_every_router() -> None:
-    ranks = Ranks()
-    targets = ranks.put(instance(3))
-    assert [target.name for target in targets] == ["w1/0", "w1/1", "w1/2"]
-    assert {target.worker for target in targets} == {"w1"}
-    assert {target.registration for target in targets} == {7}
-    ids = [target.worker_id for target in targets]
-    assert len(set(ids)) == 3
-    assert all(0 < worker_id < 1 << 63 for worker_id in ids), "as the column of ids holds them"
-    assert [target.worker_id for target in Ranks().put(instance(3))] == ids
-    assert ranks.beside([ids[1], WorkerId(9)]) == {*ids, 9}
-    assert list(ranks.remove(WorkerId(7))) == ids
-    assert ranks.beside(ids) == set(ids)
-
-
 def test_a_sequence_of_one_rank_costs_what_one_on_each_does() -> None:
     plain, *rest = Ranks().put(instance(1))
     assert (plain, rest) == (instance(1), [])

@@ -11,7 +11,6 @@ from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStor
 from penstock.core.types.kv.summary import CHUNK_TOKENS, PrefixSummary, chunk_hashes, pack_root
 from penstock.core.types.load import LinkReport, WorkerLoad
 from penstock.core.wire import pack_hashes, unpack_hashes
-from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.config import PrefixSummaryConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from tests.support.cluster import MemoryCluster
@@ -141,30 +140,3 @@ async def test_a_router_tells_of_hot_prefixes_that_its_workers_hold_once_somebod
     await asyncio.sleep(100.0)
     await route(dispatcher, "long after")
     assert ask({}).added == b"", "nothing was noted while nobody asked"
-
-
-@pytest.mark.virtual
-async def test_the_way_to_a_region_costs_what_its_link_has_measured():
-    far = Topology(same_host=NetworkPath(latency_s=0.5, bandwidth_bytes_per_s=1e8))
-    async with (
-        MemoryCluster() as cluster,
-        cluster.dispatcher(config=RouterConfig(topology=far)) as dispatcher,
-    ):
-        link = Link(engine(is_deployment=True).info)
-        await cluster.start("link", link)
-        await cluster.start("here", engine())
-        await asyncio.sleep(0.01)
-
-        async def network_s() -> dict[str, float]:
-            async with dispatcher.open(make_request("r", PROMPT)):
-                (decision,) = dispatcher.latest_decisions(1)
-                return {each.worker: each.terms["network"] / 1e3 for each in decision.candidates}
-
-        as_said = await network_s()
-        assert as_said == pytest.approx({"link": 1.0, "here": 1.0}, abs=1e-3), "until it is measured"
-        for measured_s, priced_s in ((0.09, 0.09), (1000.0, 120.0), (0.03, 0.03)):
-            link.round_trip_s = measured_s
-            link.step()
-            await asyncio.sleep(2.0)  # load reports have a pace
-            assert await network_s() == pytest.approx({"link": priced_s, "here": 1.0}, abs=1e-3)
-            dispatcher.check()

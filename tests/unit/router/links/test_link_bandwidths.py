@@ -30,12 +30,6 @@ def bandwidths(table, source):
     return (1 / table.byte_s(source)).tolist()
 
 
-def test_workers_of_a_host_are_closer_than_others():
-    table = bandwidths_of()
-    assert bandwidths(table, 0) == pytest.approx([400e9, 50e9])
-    assert bandwidths(table, 1) == pytest.approx([50e9, 400e9])
-
-
 class Reader:
     """The worker in slot 1, who reads from the one in slot 0, on another host, and reports it."""
 
@@ -81,24 +75,6 @@ def test_the_first_read_which_connects_and_a_hiccup_count_for_nothing():
     assert bandwidths(table, 0) == pytest.approx([400e9, 50e9], rel=0.01)
 
 
-def test_a_price_is_never_far_from_what_the_topology_says():
-    table = bandwidths_of()
-    Reader(table).read(1e3, times=20, seconds=10.0)
-    assert bandwidths(table, 0) == pytest.approx([400e9, 50e9 / 8])
-
-
-def test_what_was_learned_is_forgotten_when_nothing_moves():
-    table = bandwidths_of()
-    reader = Reader(table)
-    reader.read(10e9, times=20)
-    table.forget_unused(reader.now_s + FORGOTTEN_S - 1)
-    assert bandwidths(table, 0) == pytest.approx([400e9, 10e9], rel=0.01)
-    table.forget_unused(reader.now_s + FORGOTTEN_S)
-    assert bandwidths(table, 0) == pytest.approx([400e9, 50e9])
-    reader.read(25e9, times=10)
-    assert bandwidths(table, 0) == pytest.approx([400e9, 25e9], rel=0.01), "and learned anew"
-
-
 @pytest.mark.parametrize("gone", [0, 1])
 def test_who_takes_the_place_of_one_that_is_gone_begins_anew(gone):
     table = bandwidths_of()
@@ -125,7 +101,3 @@ def test_what_was_measured_is_told_apart_from_what_the_topology_says():
     assert np.isinf(table.measured_byte_s(1)).all()
     table.forget_unused(3.0 + FORGOTTEN_S)
     assert np.isinf(table.measured_byte_s(0)).all()
-
-
-def test_what_is_configured_needs_no_measurement():
-    assert bandwidths_of(1e9).measured_byte_s(0).tolist() == pytest.approx([1e-9, 1e-9])

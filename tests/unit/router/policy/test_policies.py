@@ -3,12 +3,11 @@
 from collections import Counter
 
 import numpy as np
-import pytest
 
 from penstock.core.errors import PenstockError
 from penstock.core.hashing import block_hashes
 from penstock.router.config import RouterConfig
-from penstock.router.policy.policies import POLICIES, choose, make_policy, tie_of
+from penstock.router.policy.policies import choose, make_policy, tie_of
 from penstock.testing.routing_policy import make_context
 from tests.support.scene import make_request, run_scenario
 
@@ -27,35 +26,6 @@ def test_kv_avoids_a_worker_without_room():
 def test_least_loaded_counts_requests_and_then_blocks():
     assert chosen("least-loaded", running_requests=[2, 1, 1], waiting_requests=[0, 1, 0]) == 2
     assert chosen("least-loaded", running_requests=[1, 1, 1], active_blocks=[30, 20, 25]) == 1
-
-
-def test_round_robin_takes_turns_among_the_eligible():
-    eligible = [True, False, True, True]
-    turns = [chosen("round-robin", num_slots=4, eligible=eligible, turn=turn) for turn in range(6)]
-    assert turns == [0, 2, 3, 0, 2, 3]
-
-
-def test_random_is_even_and_repeats():
-    picks = [chosen("random", num_slots=4, turn=turn) for turn in range(2000)]
-    assert picks == [chosen("random", num_slots=4, turn=turn) for turn in range(2000)]
-    counts = Counter(picks)
-    assert counts.keys() == {0, 1, 2, 3}
-    assert min(counts.values()) > 400
-
-
-def test_power_of_two_looks_at_two_and_takes_the_better():
-    made = {"num_slots": 4, "running_requests": [9, 1, 5, 0], "eligible": [True, True, True, False]}
-    picks = Counter(chosen("power-of-two", turn=turn, **made) for turn in range(600))
-    assert set(picks) == {1, 2}  # never the busiest of three, never the one that is not eligible
-    assert picks[1] > picks[2] > 100
-    assert chosen("power-of-two", num_slots=1) == 0
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_nobody_eligible_is_no_choice(name):
-    assert make_policy(name).name == name
-    assert chosen(name, eligible=[False, False, False]) is None
-    assert chosen(name, eligible=[False, True, False]) == 1
 
 
 def test_what_begins_alike_is_spread_where_prices_are_equal_and_what_is_equal_meets():

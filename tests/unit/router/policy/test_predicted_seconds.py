@@ -88,27 +88,6 @@ def test_kv_wait_is_the_time_in_which_the_lacking_blocks_are_freed():
     assert term("kv_wait", **more) == pytest.approx([0.07 * 0.064, 0.03 * 0.064, 0.0])
 
 
-def test_ranks_compute_prompts_beside_each_other():
-    prices = make_prices(batch_tokens=[100.0, 400.0, 400.0], prompts_at_once=[1.0, 4.0, 4.0])
-    columns = {
-        "prices": prices,
-        "queued_prefill_tokens": [1000, 1000, 4000],
-        "running_requests": [1, 1, 1],
-        "overlap_blocks": [5, 5, 0],
-        "request_rate_per_s": 900.0,
-    }
-    # each rank takes 100 tokens a step of 1 ms, so that one of a prompt takes 10 + 10 us on all three workers
-    assert term("prefill", **columns) == pytest.approx([20 * 2e-5, 20 * 2e-5, 100 * 2e-5])
-    # but four prompts of the queue are computed beside each other
-    assert term("queue", **columns) == pytest.approx([1000 * 2e-5, 1000 * 2e-5 / 4, 4000 * 2e-5 / 4])
-    # of 900 requests a second the workers of four ranks get 400 each, and this one keeps one rank of four busy
-    busy_s = [2 * (0.02 + 0.0004), 2 * (0.02 + 0.0001), 2 * (0.02 + 0.0005)]
-    delays_s = [0.0004, 0.0001, 0.0005]
-    assert term("queue_externality", **columns) == pytest.approx(
-        [rate * busy * delay for rate, busy, delay in zip((100, 400, 400), busy_s, delays_s, strict=True)]
-    )
-
-
 def test_whether_a_tier_is_worth_fetching_from_does_not_go_by_what_runs_there():
     # 10 us to compute a token there, 12 with the decode steps beside it, 11 to fetch it: it is computed
     prices = make_prices(
@@ -184,20 +163,6 @@ def test_more_overlap_never_costs_more(request_tokens, block_size, context_seed,
         context.tier_blocks[tier] = overlap
         costs.append(float(POLICY.costs(context)[0]))
     assert costs[1] <= costs[0] * (1 + 1e-12)
-
-
-def test_what_other_routers_sent_counts_as_what_this_one_sent():
-    report = {
-        "queued_prefill_tokens": [1000, 1000],  # whole, though 600 of them are cached
-        "running_requests": [2, 2],
-        "prices": make_prices(2, prefill_pair_s=[1e-6] * 2),
-    }
-    mine = {"requests": [2, 1], "prefill_tokens": [400, 100], "prefill_pairs": [90_000, 30_000]}
-    theirs = {"requests": [0, 1], "prefill_tokens": [0, 300], "prefill_pairs": [0, 60_000]}
-    columns = {f"own_{name}": column for name, column in mine.items()}
-    columns |= {f"peer_{name}": column for name, column in theirs.items()}
-    first, second = term("queue", num_slots=2, **report, **columns)
-    assert first == pytest.approx(second) == pytest.approx(400 * 1e-5 + 90_000 * 1e-6)
 
 
 def test_targets_say_what_pace_is_worth_within_bounds():

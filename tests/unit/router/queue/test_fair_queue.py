@@ -60,12 +60,6 @@ def drained(queue: FairQueue) -> list[str]:
     return names(order)
 
 
-def test_the_oldest_of_one_tenant_come_first():
-    queue = queue_of(*(queued(str(n)) for n in range(5)), looked_at_max=3)
-    assert names(candidates(queue)) == ["0", "1", "2"]
-    assert drained(queue) == ["0", "1", "2", "3", "4"]
-
-
 def test_a_second_of_work_counts_as_much_as_having_come_later():
     queue = queue_of(
         queued("large", since_s=0.0, work_s=3.0),
@@ -83,25 +77,6 @@ def test_the_largest_is_not_overtaken_for_ever():
     assert drained(queue) == ["1", "2", "3", "4", "huge", "5", "6", "7", "8", "9"]
 
 
-def test_one_tenant_leaves_room_for_others():
-    queue = queue_of(*(queued(str(n)) for n in range(5)), requests_max=10)
-    with pytest.raises(
-        Overloaded, match=r"5 of at most 10 requests .* 5 of them are of no tenant"
-    ) as refused:
-        queue.put(queued("more"))
-    assert refused.value.http_status == 429
-    queue.put(queued("other", tenant="b"))
-    queue.check()
-
-
-def test_a_full_queue_refuses_everybody():
-    queue = queue_of(*(queued(t, tenant=t) for t in "ab"), requests_max=2)
-    with pytest.raises(Overloaded, match="2 requests wait, the limit") as refused:
-        queue.put(queued("more", tenant="c"))
-    assert refused.value.http_status == 503
-    assert refused.value.retry_after_s is not None
-
-
 def test_the_time_to_come_back_is_what_the_queue_takes_to_drain():
     queue = queue_of(*(queued(str(n)) for n in range(40)), requests_max=80)
     for second in range(20):
@@ -112,31 +87,6 @@ def test_the_time_to_come_back_is_what_the_queue_takes_to_drain():
     with pytest.raises(Overloaded) as refused:
         queue.put(queued("more", since_s=20.0))
     assert refused.value.retry_after_s == pytest.approx(40.0)
-
-
-def test_before_any_has_left_the_time_to_come_back_is_as_predicted():
-    queue = queue_of(*(queued(str(n), share_s=0.5) for n in range(8)), requests_max=16)
-    assert queue.drain_s(0.0) == pytest.approx(4.0)
-    with pytest.raises(Overloaded) as refused:
-        queue.put(queued("more", wait_s=2.5, share_s=0.5))
-    assert refused.value.retry_after_s == 7.0, "2.5 s until there is room, then 8 prompts of 0.5 s"
-    queue.take(candidates(queue)[0], 1.0)
-    queue.discard(candidates(queue)[0])
-    queue.check()
-    assert queue.drain_s(1.0) == pytest.approx(3.0)
-
-
-def test_a_tenant_has_one_share_however_many_adapters_it_asks_for():
-    flood = [queued(f"a{n}", tenant="a", queue_key=(f"adapter-{n}", False)) for n in range(20)]
-    queue = queue_of(*flood, *(queued(f"b{n}", tenant="b") for n in range(5)), work_weight=0)
-    assert len(queue.queue_keys) == 21
-    order = []
-    while len(queue):
-        one = candidates(queue)[0]
-        queue.take(one, 0.0)
-        queue.check()
-        order.append(one.tenant)
-    assert order[:10].count("b") == 5, "turn and turn about"
 
 
 def test_queue_keys_come_in_order_of_turn_and_a_lower_priority_adds_only_its_own():
@@ -155,18 +105,6 @@ def test_queue_keys_come_in_order_of_turn_and_a_lower_priority_adds_only_its_own
     )
 
 
-def test_a_tenant_below_its_share_gets_ahead_by_a_burst_and_no_further():
-    queue = queue_of(*(queued(f"a{n}", tenant="a") for n in range(30)), work_weight=0, tenant_burst_tokens=40)
-    for _ in range(10):
-        queue.take(candidates(queue)[0], 0.0)
-    for n in range(8):
-        queue.put(queued(f"b{n}", tenant="b"))
-    assert drained(queue)[:8] in (
-        ["b0", "b1", "b2", "b3", "a10", "b4", "a11", "b5"],
-        ["b0", "b1", "b2", "b3", "b4", "a10", "b5", "a11"],
-    )
-
-
 def test_prompts_that_were_sent_before_any_waited_are_charged():
     queue = FairQueue(QueueConfig(tenant_burst_tokens=40), {"a": 100})
     first, other = queued("a0", tenant="a"), queued("b0", tenant="b")
@@ -175,15 +113,3 @@ def test_prompts_that_were_sent_before_any_waited_are_charged():
         queue.check()
     assert [queue.is_behind(one) for one in (first, other)] == [False, True]
     assert drained(queue) == ["b0", "a0"]
-
-
-def test_a_tenant_is_behind_until_its_share_is_that_of_the_most_served():
-    queue = queue_of(*(queued(f"a{n}", tokens=30, tenant="a") for n in range(2)), work_weight=0)
-    queue.take(candidates(queue)[0], 0.0)
-    behind = []
-    for number in range(4):
-        one = queued(f"b{number}", tenant="b")
-        queue.put(one)
-        behind.append(queue.is_behind(one))
-        queue.take(one, 0.0)
-    assert behind == [True, True, True, False]

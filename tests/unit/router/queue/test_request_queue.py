@@ -124,26 +124,6 @@ def run_scenario(
 scenario = scenes(run_scenario, 2)
 
 
-class FourPrompts(Queueing):
-    """Computes four prompts beside each other."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.info = msgspec.structs.replace(self.info, prompts_at_once=4)
-
-
-@scenario(make_engine=FourPrompts, threshold_s=0.75)
-async def test_a_queue_is_shared_by_the_prompts_that_are_computed_beside_each_other(setting, group):
-    for number in range(8):
-        group.create_task(setting.read(f"r{number}"))
-        await asyncio.sleep(0.1)
-    # of n seconds before it a request waits n / 4: the fourth finds three, the fifth would find four
-    assert len(setting.running()) == 4
-    while setting.running():
-        setting.finish(min(setting.running()))
-        await asyncio.sleep(0.1)
-
-
 @pytest.mark.parametrize(
     ("policy", "queue", "warns"),
     [
@@ -163,23 +143,6 @@ async def test_queue_settings_without_effect_are_logged_at_the_start(policy, que
                 pass
     told = [line for line in logs if line["event"] == "queue_without_effect"]
     assert [(line["log_level"], line["policy"]) for line in told] == [("warning", policy)] * warns
-
-
-@scenario(work_weight=0)
-async def test_a_newcomer_does_not_pass_those_that_wait_for_the_next_look(setting, group):
-    group.create_task(setting.read("a"))
-    await asyncio.sleep(0.1)
-    group.create_task(setting.read("b"))
-    await asyncio.sleep(0.005)  # there was no room, and the next look is 20 ms later
-    setting.finish("a")
-    await asyncio.sleep(0.005)
-    assert setting.num_queued == 1
-    group.create_task(setting.read("c"))
-    await asyncio.sleep(0.1)
-    assert setting.sent == ["a", "b"]
-    for name in "bc":
-        setting.finish(name)
-        await asyncio.sleep(0.1)
 
 
 @scenario(num_workers=2, policy=Homes, work_weight=1.0)
@@ -212,28 +175,6 @@ async def test_who_has_begun_and_lost_its_worker_waits_for_no_room(setting, grou
         setting.finish(name)
 
 
-@scenario(work_weight=1.0)
-async def test_the_cheapest_goes_first_until_the_other_has_waited_for_long(setting, group):
-    group.create_task(setting.read("a"))
-    await asyncio.sleep(0.1)
-    group.create_task(setting.read("long", tokens=20))
-    await asyncio.sleep(1.0)
-    group.create_task(setting.read("short", tokens=2))
-    await asyncio.sleep(0.1)
-    setting.finish("a")
-    await asyncio.sleep(0.1)
-    assert setting.running() == {"short"}
-    await asyncio.sleep(60.0)
-    group.create_task(setting.read("late", tokens=2))
-    await asyncio.sleep(0.1)
-    setting.finish("short")
-    await asyncio.sleep(0.1)
-    assert setting.running() == {"long"}
-    for name in ("long", "late"):
-        setting.finish(name)
-        await asyncio.sleep(0.1)
-
-
 @scenario()
 async def test_a_held_request_ends_by_its_deadline(setting, group):
     group.create_task(setting.read("a"))
@@ -243,25 +184,6 @@ async def test_a_held_request_ends_by_its_deadline(setting, group):
         await setting.read("b", deadline_s=2.0)
     assert asyncio.get_running_loop().time() - began_s == pytest.approx(2.0)
     setting.finish("a")
-
-
-@scenario(num_workers=2)
-async def test_a_draining_worker_gets_none_of_those_held(setting, group):
-    for name in "abc":
-        group.create_task(setting.read(name))
-    await asyncio.sleep(0.1)
-    assert setting.num_queued == 1
-    (leaving,) = (name for name, engine in setting.engines.items() if "a" in engine.requests)
-    setting.cluster.worker(leaving).stop()
-    await asyncio.sleep(0.1)
-    setting.finish("a")
-    await asyncio.sleep(3.0)
-    assert setting.num_queued == 1
-    setting.finish("b")
-    await asyncio.sleep(0.1)
-    assert setting.running() == {"c"}
-    assert not setting.engines[leaving].requests
-    setting.finish("c")
 
 
 @scenario()
@@ -296,33 +218,6 @@ async def test_a_lane_that_waits_for_its_worker_keeps_that_one_and_no_other(sett
     assert setting.running() == {"a2", "any"}, "the first worker is kept for who came first"
     for name in ("a2", "any", "late"):
         setting.finish(name)
-        await asyncio.sleep(0.1)
-
-
-@scenario(threshold_s=2.0, shared_threshold_s=0.5)
-async def test_less_waits_inside_a_worker_while_there_is_another_tenant(setting, group):
-    for number in range(3):
-        group.create_task(setting.read(f"a{number}", tenant="a"))
-        await asyncio.sleep(0.1)
-    assert len(setting.running()) == 3, "alone it may have two waiting there"
-    for number in range(2):
-        group.create_task(setting.read(f"b{number}", tenant="b"))
-        await asyncio.sleep(0.1)
-    for left in (2, 2, 2, 1, 0):
-        assert setting.num_queued == left
-        setting.finish(min(setting.running()))
-        await asyncio.sleep(0.1)
-
-
-@scenario(make_engine=Computing)
-async def test_no_prompt_waits_behind_another_tenants_in_a_worker_that_computes_one_at_a_time(setting, group):
-    for name, tenant in (("a0", "a"), ("a1", "a"), ("b0", "b"), ("b1", "b")):
-        group.create_task(setting.read(name, tenant=tenant))
-        await asyncio.sleep(0.1)
-    assert setting.running() == {"a0", "a1"}, "alone it may have one waiting there, by the worker's word"
-    for left in (2, 2, 1, 0):  # b0 goes once both prompts of a are computed
-        assert setting.num_queued == left
-        setting.finish(min(setting.running()))
         await asyncio.sleep(0.1)
 
 

@@ -70,23 +70,6 @@ async def test_a_prefix_goes_where_it_went(service, prompt):
 
 
 @scenario()
-async def test_tokens_and_text_of_the_same_bytes_share_nothing(service):
-    ask(service, "abcd" * 8)
-    same = np.frombuffer(b"abcd" * 8, dtype="<i4")
-    assert cached_blocks(service, service.route(Query(model="m", prompt=same))) == 0
-
-
-@scenario(router={"location": {"region": "eu"}})
-async def test_the_nearer_of_two_idle_servers_is_named(service):
-    for near, far in (("a", "b"), ("b", "a")):
-        await service.put(near, Server(url=f"http://{near}", model="m", region="eu"))
-        await service.put(far, Server(url=f"http://{far}", model="m", region="us"))
-        worker, request_id = ask(service, f"a prompt for {near} " * 5)
-        service.feedback(request_id, Stage.FINISHED)
-        assert worker == near
-
-
-@scenario()
 async def test_what_is_open_counts_as_load_until_its_first_token_and_its_end(service):
     def load() -> tuple[int, int]:
         return (
@@ -201,31 +184,6 @@ async def test_a_server_that_cannot_be_is_refused_and_the_others_go_on(service, 
         await service.put("c", Server(**{"url": "http://c", "model": "m"} | fields))
     assert [view.name for view in service.workers()] == ["a", "b"]
     assert ask(service)[0] in {"a", "b"}
-
-
-@scenario()
-async def test_a_cache_told_anew_counts_at_once(service):
-    """It is what the wait for memory goes by, and a gateway's servers send no reports that would say it."""
-
-    for blocks in (1000, 10):
-        for name, server in (("a", A), ("b", B)):
-            await service.put(name, msgspec.structs.replace(server, total_blocks=blocks))
-        prompt = np.arange(blocks, blocks + 400, dtype=np.int32)
-        choice = service.route(Query(model="m", prompt=prompt))
-        (explanation,) = service.explain(choice.id)
-        assert (explanation.chosen.terms["kv_wait"] > 0) == (blocks == 10), "its prompt has 100"
-        service.feedback(choice.id, Stage.FINISHED)
-
-
-@scenario()
-async def test_prices_reach_the_policy(service):
-    slow = msgspec.structs.replace(UNKNOWN, prefill_token_s=1.0)
-    for name, url in (("a", A.url), ("b", B.url)):
-        await service.put(name, Server(url=url, model="m", prices=slow if name == "a" else UNKNOWN))
-    for number in range(4):
-        worker, request_id = ask(service, TOKENS[number:].copy())
-        assert worker == "b", "the other takes a second for each token"
-        service.feedback(request_id, Stage.FINISHED, output_tokens=1000)
 
 
 @scenario()

@@ -3,26 +3,11 @@
 import numpy as np
 
 from penstock.core.types.load import WorkerLoad
-from penstock.router.workers.loads import LoadTracker, Reserved
+from penstock.router.workers.loads import LoadTracker
 
 
 def report(accepted: int, **figures: int) -> WorkerLoad:
     return WorkerLoad(accepted_requests=accepted, total_blocks=100, **figures)
-
-
-def test_a_new_connection_counts_from_one_again():
-    loads = LoadTracker()
-    old = loads.reserve(0, 40, 3)
-    loads.report(0, report(1, running_requests=1))
-    loads.reserve(0, 40, 3)
-    loads.reset(0, total_blocks=8)
-    assert loads.load(0) is None
-    assert loads.reserved(0) == Reserved(0, 0, 0)
-    new = loads.reserve(0, 10, 1)
-    loads.release(old)
-    loads.report(0, report(1))
-    assert new.covered
-    loads.check()
 
 
 def test_what_a_worker_tells_of_other_routers_replaces_what_it_told_before():
@@ -43,22 +28,6 @@ def test_what_a_worker_tells_of_other_routers_replaces_what_it_told_before():
     assert (loads.peer_requests[1], loads.peer_prefill_tokens[1], loads.peer_arrivals(1)) == (1, 0, 32)
     loads.reset(1)
     assert (loads.peer_requests[1], loads.peer_arrivals(1)) == (0, None)
-    loads.check()
-
-
-def test_one_that_is_expected_waits_and_does_not_run():
-    loads = LoadTracker()
-    expected = loads.reserve(0, 1, 3, 40, is_expected=True)
-    assert (loads.running_requests[0], loads.waiting_requests[0], loads.unreported_requests[0]) == (0, 1, 0)
-    assert loads.reserved(0) == Reserved(prefill_tokens=1, blocks=3, expected=1)
-    loads.check()
-    loads.report(0, WorkerLoad(accepted_requests=1, waiting_requests=1))
-    assert loads.waiting_requests[0] == 1, "the worker counts it from now on"
-    loads.check()
-    loads.release(expected)
-    other = loads.reserve(0, 1, 3, is_expected=True)
-    loads.release(other)
-    assert (loads.waiting_requests[0], loads.open_requests(0)) == (1, 0)
     loads.check()
 
 
