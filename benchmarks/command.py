@@ -61,10 +61,6 @@ EXPERIMENTS = Benches(
             "benchmarks.kv.offload",
             "conversations of more KV than the device holds: without a host tier, with one, and with its bytes on the device",
         ),
-        "kv-peers": (
-            "benchmarks.kv.peers",
-            "two workers with and without loads from each other: TTFT of conversations that move, and of a hot document",
-        ),
         "kv-prefetch": (
             "benchmarks.kv.prefetch",
             "TTFT where prefixes are loaded while their requests wait for the batch, and where they are not, simulated",

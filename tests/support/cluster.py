@@ -122,7 +122,8 @@ class MemoryCluster:
         """Give the worker's ends of the connections to it."""
         instance = self.worker(name).instance
         assert instance is not None, f"{name} has not been ready"
-        return tuple(self.plane._servers[instance.address].links)
+        server = self.plane._servers.get(instance.address)  # None once the worker has left
+        return () if server is None else tuple(server.links)
 
     def abandon(self, name: str) -> None:
         """Have the lease of a worker run out that goes on living."""

@@ -1,11 +1,10 @@
 """Workers of one model that may transfer KV, and the pairs that can."""
 
-import msgspec
 
 from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import EngineInfo, Instance, Role
-from penstock.core.types.kv.exchange import KvAccess, KvExchange
+from penstock.core.types.kv.exchange import KvExchange
 from penstock.core.types.kv.layout import KvLayout
 from penstock.router.links.kv_transfer_pairs import KvTransferPairs
 from tests.support.cluster import small_card
@@ -38,14 +37,6 @@ def worker(
     return Instance(
         worker_id=WorkerId(1), name=name, address="", role=role, card=card, engine=engine, exchange=exchange
     )
-
-
-def lending(
-    name: str, host: bytes = b"one", *, tp: int = 1, listens: tuple[str, ...] = HERE.listens
-) -> Instance:
-    """Make a worker that lends what it has cached, and loads what others have."""
-    exchange = msgspec.structs.replace(at(host, listens=listens), peers=True, source=KvAccess(agent=b"a"))
-    return worker(name, exchange, tp=tp)
 
 
 def pairs(*workers: Instance) -> KvTransferPairs:

@@ -1,28 +1,23 @@
-"""Two workers' KV memory, linked by one transport: blocks of one, on its device or in its host's arena, are a `PeerSource` of the other."""
+"""Two workers' KV memory, linked by one transport: blocks of one are a `PeerSource` of the other."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import numpy as np
 
-from penstock.core.ids import BlockId, PinId, WorkerId
+from penstock.core.ids import PinId, WorkerId
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv.layout import KvLayout
 from penstock.core.wire import HashArray, encode
-from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.host.host_tier import HostTier
-from penstock.kv.host.loan import HostLoan
 from penstock.kv.measured import MeasuredSpeed
 from penstock.seams import Transport
 from penstock.testing.kv_source import BLOCK_BYTES, BLOCK_SIZE, DEVICE_BLOCKS, Memory
 from penstock.transfer import Arena, TransferAgent, TransferConfig
 from penstock.worker.kv_transfer.peer_source import PeerSource
 from penstock.worker.kv_transfer.pin_messages import PIN_MESSAGES, PinCheck, PinGrown, PinHeld
-from penstock.worker.kv_transfer.reader import Growth, Origin, Reader
+from penstock.worker.kv_transfer.reader import Origin, Reader
 from penstock.worker.kv_transfer.regions import KvRegions
-from tests.support.shared_host import SLOTS, SharedHost
-from tests.support.slots import NAMESPACE
 
 LAYOUT = KvLayout(
     num_layers=2,
@@ -82,13 +77,6 @@ class PeerStage:
         block_ids = np.arange(3, 3 + len(content), dtype="<u4").tobytes()
         source.growth.add(PinGrown(pin_id=PinId(1), read_id=0, first=0, block_ids=block_ids, is_whole=False))
 
-    def was_held(self) -> bool:
-        """Say what the owner answers."""
-        return self.is_pinned
-
-    async def close(self) -> None:
-        """Close what the owner has, after the agents."""
-
     async def answer(self) -> None:
         """Answer the reader's questions."""
         async for name, payload in self._owner.agent.notifications():
@@ -96,7 +84,7 @@ class PeerStage:
             assert isinstance(message, PinCheck)
             if self.is_hung:
                 continue
-            held = PinHeld(pin_id=message.pin_id, was_held=self.was_held(), read_id=message.read_id)
+            held = PinHeld(pin_id=message.pin_id, was_held=self.is_pinned, read_id=message.read_id)
             self._owner.agent.send_notification(name, encode(held))
 
     async def listen(self) -> None:
@@ -107,78 +95,19 @@ class PeerStage:
             self.reader.answered(name, message)
 
 
-class HostPeerStage(PeerStage):
-    """The owner has the first block of a prompt on its device, and the others in its host's arena: half of them another worker's.
-
-    Attributes:
-        tier: the owner's.
-        sibling: of the other worker of its host.
-        loan: what the reader was told of.
-    """
-
-    def __init__(self, owner: _Side, reader: _Side) -> None:
-        super().__init__(owner, reader)
-        host = SharedHost()
-        device = DeviceBlocks(owner.arena.address, BLOCK_BYTES, owner.arena)
-        self.tier, self.sibling = (
-            HostTier(device, SLOTS, BLOCK_SIZE, part=host.part(number), namespace=NAMESPACE)
-            for number in range(2)
-        )
-        self.host = host
-        self.loan: HostLoan | None = None
-        owner.regions.register_lent(self.tier.memory(), owner.agent)
-
-    async def put(self, hashes: HashArray, content: Memory) -> None:
-        await super().put(hashes[:1], content[:1])
-        self.owner_memory[: len(content)] = content
-        await self._offload(self.tier, hashes[: (len(hashes) + 1) // 2])
-        await self._offload(self.sibling, hashes)  # what the other one lacks
-        self.loan = self.tier.lend(hashes[1:])
-        assert self.loan is not None, "just stored"
-        self.source.hashes = hashes
-        growth = self.source.growth = Growth(len(hashes))
-        lent = self._owner.regions.pack_lent(self.loan.blocks)
-        growth.add(
-            PinGrown(pin_id=PinId(1), read_id=0, first=0, block_ids=b"\0\0\0\0", is_whole=True, lent=lent)
-        )
-
-    @property
-    def owner_memory(self) -> Memory:
-        """Of the owner's device; its first blocks are those of the prompt."""
-        return self._owner.memory
-
-    async def _offload(self, tier: HostTier, hashes: HashArray) -> None:
-        done: asyncio.Future[Sequence[BlockId]] = asyncio.get_running_loop().create_future()
-        tier.offload(hashes, [BlockId(number) for number in range(len(hashes))], done.set_result)
-        await done
-
-    async def close(self) -> None:
-        """Close the tiers, after the agents."""
-        if self.loan is not None:
-            self.loan.end()
-        for tier in (self.tier, self.sibling):
-            tier.check()
-            await tier.close()
-
-    def was_held(self) -> bool:
-        return self.is_pinned and self.loan is not None and self.loan.is_intact
-
-
 @asynccontextmanager
 async def peer_stage(
     transports: Callable[[], Iterable[Transport]],
     config: TransferConfig,
-    make: Callable[[_Side, _Side], PeerStage] = PeerStage,
 ) -> AsyncIterator[PeerStage]:
     """Link two workers by transports of one kind."""
     owner, reader = _Side("owner", config, transports()), _Side("reader", config, transports())
     async with owner.agent, reader.agent:
         for side in (owner, reader):
             side.regions.register([[side.arena]], side.agent)
-        stage = make(owner, reader)
+        stage = PeerStage(owner, reader)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(stage.answer()), group.create_task(stage.listen())]
             yield stage
             for task in tasks:
                 task.cancel()
-    await stage.close()

@@ -153,34 +153,6 @@ def _engines() -> Iterator[list[str]]:
             of("kv_fleet", "ttft_mean_ms_none", ".1f") + " ms, without the store",
             of("kv_fleet", f"ttft_ratio_{link_}", ".2f"), "1.05", link("kv_fleet"),
         ]  # fmt: skip
-    for name, case, said, policy in (
-        ("kv_peers", "talks_in_turn_on", "28 turns in turn, shared memory", "in_turn"),
-        ("kv_peers", "talks_in_turn_tcp", "28 turns in turn, loopback TCP", "in_turn"),
-        (
-            "kv_peers",
-            "document_in_turn_on",
-            "16 questions about a document in turn, shared memory",
-            "in_turn",
-        ),
-        (
-            "kv_peers",
-            "document_in_turn_tcp",
-            "16 questions about a document in turn, loopback TCP",
-            "in_turn",
-        ),
-        ("kv_peers", "talks_kv_on", "28 turns by policy `kv`", "kv"),
-        ("kv_peers", "document_kv_on", "16 questions about a document by policy `kv`", "kv"),
-        ("kv_peers_kv", "talks_kv_on", "28 turns by policy `kv`, three times on a busy machine", "kv"),
-        ("kv_peers_kv", "document_kv_on", "16 questions about a document by policy `kv`, the same", "kv"),
-    ):
-        load, _, deployment = case.partition("_")
-        tokens = of(name, f"peer_tokens_{deployment}", ",.0f")
-        yield [
-            f"`ttft_mean_ms_{case}`, 2 workers, {said}; {tokens} tokens from each other in all",
-            of(name, f"ttft_mean_ms_{case}", ".1f") + " ms",
-            of(name, f"ttft_mean_ms_{load}_{policy}_off", ".1f") + " ms, without peers",
-            of(name, f"ttft_ratio_{case}", ".2f"), "1.05", link(name),
-        ]  # fmt: skip
     for latency in ("ttft", "itl"):
         yield [
             f"`profile_{latency}_median_error`, 12 held-out points, demo model",

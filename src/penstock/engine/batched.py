@@ -32,7 +32,7 @@ from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import PrefillPrice
 from penstock.kv.sessions.actions import KvActions
 from penstock.kv.windows.prefixes import WindowPrefixes
-from penstock.seams.kv import KvLender, KvLoad, KvNames, KvPeerSource, KvRun
+from penstock.seams.kv import KvLoad, KvNames, KvRun, KvSource
 
 _log = log.get_logger()
 
@@ -260,18 +260,14 @@ class BatchedEngine:
         self.scheduler.pins.unpin(block_ids)
         self._wake.set()
 
-    @property
-    def kv_lender(self) -> KvLender | None:
-        return None if self._kv is None or self.has_kv_groups else self._kv.lender
-
-    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvPeerSource) -> list[KvRun]:
+    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvSource) -> list[KvRun]:
         return self._prefix_loads.find(block_hashes, num_before, peer)
 
     def load_runs(
         self,
         runs: Sequence[KvRun],
         targets: Sequence[BlockId],
-        peer: KvPeerSource,
+        peer: KvSource,
         done: Callable[[int], None],
         on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:

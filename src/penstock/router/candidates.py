@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from penstock.core.ids import WorkerId
 from penstock.core.routing_context import TOKEN_S_MIN
-from penstock.core.types.kv.exchange import KvPeer
 from penstock.core.types.requests import Request
 from penstock.router.disagg.disagg import DisaggDecision
 from penstock.router.policy.selector import Choice
@@ -16,10 +15,7 @@ from penstock.seams import RoutingContext
 
 
 class Route(msgspec.Struct, frozen=True):
-    """One worker's part of a plan: `overlap_blocks` of the prompt's `blocks` are cached there, or come there from a prefill worker.
-
-    `peer` has more of them, which may be loaded from there.
-    """
+    """One worker's part of a plan: `overlap_blocks` of the prompt's `blocks` are cached there, or come there from a prefill worker."""
 
     worker_id: WorkerId
     slot: int
@@ -27,7 +23,6 @@ class Route(msgspec.Struct, frozen=True):
     cached_tokens: int
     overlap_blocks: int
     blocks: int
-    peer: KvPeer | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -45,7 +40,6 @@ class ScoredCandidates(msgspec.Struct, frozen=True):
     excluded:        workers that must not get the request
     wait_terms:      rows of the terms that predict its wait; empty for policies that predict none
     decision:        both ways to answer the request; None where no prefill worker may get the prompt
-    sources:         (num_slots,) slot of the worker that each is priced to load from, -1 for none; None where none is
     """
 
     request: Request
@@ -55,7 +49,6 @@ class ScoredCandidates(msgspec.Struct, frozen=True):
     excluded: Collection[WorkerId]
     wait_terms: Sequence[int]
     decision: DisaggDecision | None = None
-    sources: NDArray[np.intp] | None = None
 
     @property
     def is_disaggregated(self) -> bool:

@@ -22,7 +22,6 @@ from penstock.router.explain.decisions import Decision, Decisions, Part
 from penstock.router.explain.explanation import RouteReason
 from penstock.router.explain.recorded import EVENT, RecordedDecision, record_context, record_inputs
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.fleet.peer_lending import PeerLending
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.index.radix import PrefixMatch
 from penstock.router.metrics import RouterMetrics
@@ -65,7 +64,6 @@ class Router:
             self._turn
         )  # its own count: with one for both, of two prefill workers only one would be used
         self.decisions = Decisions(config.explain)
-        self._lending = PeerLending(fleet)
         self.sessions = OpenSessions(config.sessions_max, config.session_idle_s)
         self.on_session_left: Callable[[WorkerId, Request], None] = lambda _worker_id, _request: None
         """Called with a worker that the session of this request goes away from."""
@@ -115,12 +113,9 @@ class Router:
 
         prefill_mask = None if follows else self._prefill_mask(request, pool, exclude, context)
         wait_terms = self._selector.wait_terms
-        loads = self._lending.priced(pool, context, prefill_mask) if wait_terms else None
-        sources, own = (None, None) if loads is None else (loads.sources, loads.own)
-        context = context if loads is None else loads.context
         if prefill_mask is None:
             choice = self._selector.choose(context, tie)
-            return ScoredCandidates(request, context, choice, tie, exclude, wait_terms, sources=sources)
+            return ScoredCandidates(request, context, choice, tie, exclude, wait_terms)
         prompt = self._selector.choose(prompt_alone(context, prefill_mask, self._prompt_turn), tie)
         inputs = self.disagg.inputs(
             pool,
@@ -129,11 +124,10 @@ class Router:
             prompt_turn=self._prompt_turn,
             prompt=prompt,
             blocks=len(hashes),
-            own=own,
         )
         decision = decide(self._selector, context, tie, inputs, prompt)
         return ScoredCandidates(
-            request, decision.context, decision.choice, tie, exclude, wait_terms, decision, sources
+            request, decision.context, decision.choice, tie, exclude, wait_terms, decision
         )
 
     def _eligible(
@@ -209,10 +203,6 @@ class Router:
         if self._log_below and mix(self._turn + self._prompt_turn) < self._log_below:
             self._record(candidates)
         routes = [self._route(context, choice.slot) for context, choice in choices]
-        context, choice = choices[0]
-        lender = self._lending.lender(candidates.request.model, context, choice.slot, candidates.sources)
-        if lender is not None:
-            routes[0] = msgspec.structs.replace(routes[0], peer=lender)
         if not again:
             self._count(candidates, parts[0].reason, routes[0])
             self.on_routed(candidates.request)

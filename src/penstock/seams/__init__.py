@@ -23,7 +23,6 @@ from penstock.seams.engine import (
     HealthReporting,
     KvBlocks,
     KvGrouped,
-    KvLending,
     KvManaged,
     KvPartialBlocks,
     MediaReading,
@@ -32,7 +31,7 @@ from penstock.seams.engine import (
     Sleeping,
 )
 from penstock.seams.event_carrier import BroadcastListener, BroadcastSink, EventCarrier
-from penstock.seams.kv import KvLender, KvLoad, KvLoan, KvNames, KvPeerSource, KvRun, KvSource, KvTier
+from penstock.seams.kv import KvLoad, KvNames, KvRun, KvSource, KvTier
 from penstock.seams.request_plane import (
     Answer,
     Connection,
@@ -74,14 +73,10 @@ __all__ = [
     "Interrupt",
     "KvBlocks",
     "KvGrouped",
-    "KvLender",
-    "KvLending",
     "KvLoad",
-    "KvLoan",
     "KvManaged",
     "KvNames",
     "KvPartialBlocks",
-    "KvPeerSource",
     "KvRun",
     "KvSource",
     "KvTier",

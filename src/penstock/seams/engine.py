@@ -11,7 +11,7 @@ from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
-from penstock.seams.kv import KvLender, KvLoad, KvNames, KvPeerSource, KvRun
+from penstock.seams.kv import KvLoad, KvNames, KvRun, KvSource
 
 
 class Engine(Protocol):
@@ -112,13 +112,13 @@ class KvBlocks(Protocol):
         """Release blocks that `pin` or `reserve` returned, once for each time."""
         ...
 
-    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvPeerSource) -> Sequence[KvRun]:
+    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvSource) -> Sequence[KvRun]:
         """Find what brings a prefix's blocks soonest: `peer`, or a tier of this engine that is quicker than computing.
 
         Args:
             block_hashes: (n, 2) uint64.
             num_before: leading blocks that are resident.
-            peer: another worker.
+            peer: a prefill worker's blocks.
 
         Returns:
             consecutive runs, up to the first block that nobody brings.
@@ -129,7 +129,7 @@ class KvBlocks(Protocol):
         self,
         runs: Sequence[KvRun],
         targets: Sequence[BlockId],
-        peer: KvPeerSource,
+        peer: KvSource,
         done: Callable[[int], None],
         on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:
@@ -138,7 +138,7 @@ class KvBlocks(Protocol):
         Args:
             runs: at least one.
             targets: as many blocks, reserved until `done` is called. They are not published.
-            peer: the other worker.
+            peer: the prefill worker's blocks.
             done: called once, later, with the number of leading blocks that are complete; soon after `cancel` too.
             on_arrived: called before that each time more leading blocks are complete, with their number so far: they may be
                 published at once.
@@ -161,16 +161,6 @@ class KvGrouped(Protocol):
         Args:
             block_hashes: (n, 2) uint64, of the full blocks.
         """
-        ...
-
-
-@runtime_checkable
-class KvLending(Protocol):
-    """An engine with `KvBlocks` whose host tier other hosts can read too."""
-
-    @property
-    def kv_lender(self) -> KvLender | None:
-        """The tier, from `start` to `close`; None without."""
         ...
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.types.instances import KvHolder
-from penstock.core.types.kv.lent import LentBlocks
 from penstock.core.wire import HashArray
 
 
@@ -104,15 +103,6 @@ class KvSource(Protocol):
         ...
 
 
-class KvPeerSource(KvSource, Protocol):
-    """Blocks of another worker."""
-
-    @property
-    def is_weighed(self) -> bool:
-        """Whether the router has weighed loading them against computing; if not, the loader does."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class KvRun:
     """Consecutive blocks of a prefix that one source has.
@@ -162,52 +152,6 @@ class KvNames:
         if index >= self.num_leading:
             return int(self.parents[index - self.num_leading])
         return int(self.hashes[index - 1, 0]) if index else None
-
-
-class KvLoan(Protocol):
-    """Blocks that another host reads. They are not evicted until `end`, or else `is_intact` says that they were overwritten.
-
-    Attributes:
-        blocks: leading blocks of what was asked for, at least one; `region` is an index into `KvLender.memory()`.
-    """
-
-    blocks: LentBlocks
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether no block was overwritten or given up so far."""
-        ...
-
-    def end(self, wrong: Sequence[int] = ()) -> None:
-        """Let go of the blocks.
-
-        Args:
-            wrong: indexes of blocks that arrived with another checksum; their memory is checked.
-        """
-        ...
-
-
-@runtime_checkable
-class KvLender(Protocol):
-    """A tier whose blocks other hosts can read where they are, byte by byte as the device of its engine keeps them.
-
-    Attributes:
-        num_blocks: how many it can keep.
-    """
-
-    num_blocks: int
-
-    def memory(self) -> Sequence[object]:
-        """Return the memory that its blocks are in, from its start to its close: arrays to register for reading."""
-        ...
-
-    def lend(self, block_hashes: HashArray) -> KvLoan | None:
-        """Lend the leading blocks that it has; None if it lacks the first.
-
-        Args:
-            block_hashes: (n, 2) uint64, consecutive; the first may be in the middle of a prompt.
-        """
-        ...
 
 
 class KvTier(KvSource, Protocol):

@@ -19,8 +19,6 @@ class KvTransferConfig(Config):
     """Whether blocks move while their prompt is still being computed. true: refuse an engine that cannot; null: if the engine can."""
     checksum: bool = True
     """Compare the CRC-32C of all KV that is read with its prefill worker's; what differs is computed. Not done in GPU memory."""
-    peers: bool = False
-    """Load the beginning of a prompt from the device or the host tier of another worker that has more of it, where that is sooner than computing it; and lend cached blocks likewise. With engines paged and mock."""
     fetches_max: int = pydantic.Field(default=1024, ge=1)
     """Requests of a decode worker that may wait for KV or for free blocks, including prompts still being computed by prefill workers; more are refused."""
     transfer: TransferConfig = pydantic.Field(default_factory=TransferConfig)

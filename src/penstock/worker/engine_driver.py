@@ -111,8 +111,7 @@ class EngineDriver:
             self.kv_transfer.incoming.fetch(request, owner, self._start_fetched)
             return
         self.forget(request.request_id, owner)  # without a handle, a prefetch for it is of no use
-        if self.kv_transfer is None or not self.kv_transfer.peer_loads.begin(request, self._start_fetched):
-            self._start(request)
+        self._start(request)
         if request.prefill_only and self.kv_transfer is not None and self._continues(request):
             self.kv_transfer.expect(request, owner)
 
@@ -126,8 +125,7 @@ class EngineDriver:
         if self.kv_transfer is None:
             self._abort_engine(request_id)
             return
-        is_waiting = self.kv_transfer.incoming.cancel(request_id)
-        if not (is_waiting or self.kv_transfer.peer_loads.cancel(request_id)):
+        if not self.kv_transfer.incoming.cancel(request_id):
             self._abort_engine(request_id)
             self.kv_transfer.stepped()
         self.kv_transfer.forget(request_id, owner)
@@ -200,8 +198,6 @@ class EngineDriver:
             kv_expired=self.kv_transfer.exports.expired,
             kv_refused=self.kv_transfer.exports.refused,
             kv_corrupt=self.kv_transfer.incoming.corrupt,
-            peer_tokens=self.kv_transfer.peer_loads.loaded_tokens,
-            peer_failures=self.kv_transfer.peer_loads.failures,
         )
 
     def check(self) -> None:

@@ -165,7 +165,7 @@ class Worker:
                         config=self.config.kv_transfer,
                     )
                     self._driver.kv_transfer = await stack.enter_async_context(kv_transfer)
-                    if self._identity.role is not Role.AGGREGATED or self.config.kv_transfer.peers:
+                    if self._identity.role is not Role.AGGREGATED:
                         await kv_transfer.begin()
                 server = await self._plane.serve(self)
                 stack.push_async_callback(server.close)

@@ -116,7 +116,6 @@ class KvTransferTrial:
         self.answers = answers
         self.cluster = MemoryCluster(rng.getrandbits(32), lease_ttl_s=1.0)
         self.is_late = rng.random() < 0.4  # reads take longer than what they read is held
-        self.has_peers = not self.is_late  # requests load what others have cached
         self.config = WorkerConfig(
             drain_timeout_s=0.5,
             kv_events=rng.random() < 0.8,
@@ -124,7 +123,6 @@ class KvTransferTrial:
                 pin_ttl_s=0.04 if self.is_late else rng.choice((0.05, 0.2, 3.0)),
                 pinned_share_max=0.9 if self.is_late else rng.choice((0.3, 0.9)),
                 fetches_max=8,
-                peers=self.has_peers,
                 stream_kv=self.is_late or rng.choice((True, True, False)),
             ),
         )
@@ -275,8 +273,6 @@ class KvTransferTrial:
         kv_transfer = self.cluster.worker(name).kv_transfer
         self.ended["fetched"] += kv_transfer.incoming.fetched_blocks
         self.ended["prefetched"] += kv_transfer.incoming.early_blocks
-        self.ended["from peers"] += kv_transfer.peer_loads.loaded_tokens
-        self.ended["broken off"] += kv_transfer.peer_loads.failures
         for code, times in kv_transfer.incoming.failures.items():
             self.ended[code] += times
 
@@ -315,15 +311,12 @@ def test_answers_are_exact_and_nothing_is_left(answers, seeds):
         "peer_lost",
         "fetched",
         "prefetched",
-        "from peers",
         "changed",
         "cut",
         "lost with their frontend",
     )
     for kind in (*kinds, "cut between workers"):
         assert outcomes[kind] > len(seeds) / 5, f"{kind}: {outcomes}"
-    if seeds is SEEDS:
-        assert outcomes["broken off"] > 0, outcomes  # loads from peers of known speed are short
 
 
 MUTANTS = Mutants()
@@ -479,9 +472,9 @@ def tail_that_is_not_read():
         has_tail.set(bool(len(one.peer.growth.tail)) and self._partial_blocks is not None)
         await incoming(self, one, held)
 
-    async def without_the_tail(self, origin, pin_id, targets, sources, lent):
+    async def without_the_tail(self, origin, pin_id, targets, sources):
         end = -1 if has_tail.get() and len(targets) > 1 else None
-        await reader(self, origin, pin_id, targets[:end], sources[:end], lent)
+        await reader(self, origin, pin_id, targets[:end], sources[:end])
 
     with (
         mock.patch.object(IncomingTransfers, "_load", piece),

@@ -211,8 +211,6 @@ class WorkerLoad(Wire, frozen=True):
         kv_tiers: the tiers below the device, nearest first.
         sessions: of agents; None before the first one.
         kv_corrupt: how many of `kv_failures` and early transfers brought bytes other than those at the prefill worker.
-        peer_tokens: prompt tokens loaded from other workers' caches, since start.
-        peer_failures: such loads that brought less than they were to; the rest was computed.
         ranks: the loads of data-parallel ranks, of which the other fields are the sum; empty with one rank. A frontend gets
             the load of one rank.
         number: counts a worker's reports, so that one that comes late by a broker is not taken for the newest; 0 where they
@@ -250,8 +248,6 @@ class WorkerLoad(Wire, frozen=True):
     sessions: SessionCounts | None = None
     kv_corrupt: int = 0
     ranks: "tuple[WorkerLoad, ...]" = ()
-    peer_tokens: int = 0
-    peer_failures: int = 0
     number: int = 0
     refused_frontends: tuple[RefusedFrontends, ...] = ()
     link: LinkReport | None = None

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import PinId, RequestId, WorkerId
-from penstock.core.types.kv.exchange import KvAccess, KvPeer
+from penstock.core.types.kv.exchange import KvAccess
 from penstock.core.types.media import MediaPrompt
 from penstock.core.types.trace import TraceContext
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire, num_tokens
@@ -148,7 +148,6 @@ class Request(Wire, frozen=True):
         is_background: compute the prompt for later requests while the worker has none; `FinishReason.CANCELLED` says that it has
             others, or got one.
         rank: the data-parallel rank that computes it, which the worker sets by the connection that it came over; None: any.
-        peer: a worker that has more of the prompt's KV than this one; None: nobody is known to.
         trace: for logs and traces; None: the client said nothing.
         embeds: the answer is `Delta.embedding` of the prompt; its one token means nothing.
         is_forwarded: another deployment's router sent it here, and it goes to no further deployment.
@@ -182,7 +181,6 @@ class Request(Wire, frozen=True):
     media: MediaPrompt | None = None
     is_background: bool = False
     rank: int | None = None
-    peer: KvPeer | None = None
     trace: TraceContext | None = None
     embeds: bool = False
     is_forwarded: bool = False

@@ -45,7 +45,7 @@ from penstock.graph.engine_prices import engine_prices
 from penstock.graph.regions import link_role
 from penstock.runtime.handshake import Identity
 from penstock.runtime.observations.gpu_meter import GpuMeter, gpu_names
-from penstock.seams import Engine, KvBlocks
+from penstock.seams import Engine
 from penstock.transfer import TransferAgent
 from penstock.transfer.tls import TlsConfig
 from penstock.worker.files import ModelFiles
@@ -91,7 +91,6 @@ async def run_worker(
         tell(Phase(what="loads the engine"))
         spec = dataclasses.replace(spec, nodes=gathered.nodes)
         engine = create_engine(role.engine, spec)
-        check_peers(graph, role, engine)
         worker = Worker(
             engine,
             planes.discovery,
@@ -145,16 +144,6 @@ def _place_of(graph: Graph, job: WorkerJob) -> tuple[RoleSpec, Location, Distanc
     )
     role = link_role(region, location_here(graph.router.location).region)
     return role, Location(region=region.name), said
-
-
-def check_peers(graph: Graph, role: RoleSpec, engine: Engine) -> None:
-    """Warn where `worker.kv_transfer.peers` is set for an engine that shows no KV blocks."""
-    if graph.worker.kv_transfer.peers and not isinstance(engine, KvBlocks):
-        _log.warning(
-            "kv_peers_without_effect",
-            engine=role.engine,
-            fix="leave worker.kv_transfer.peers out, or use engine paged or mock: others show no KV blocks",
-        )
 
 
 def _listening(common: Common, job: WorkerJob) -> Common:

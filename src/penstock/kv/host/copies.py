@@ -11,7 +11,7 @@ from penstock.core.ids import BlockId
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.host.sibling import Sibling
 from penstock.kv.records import Records
-from penstock.transfer.regions.checksum import checksum_ranges, copy_summed
+from penstock.transfer.regions.checksum import copy_summed
 from penstock.transfer.regions.ranges import Numbers, Stop
 
 _PIECE_BYTES = 8 << 20
@@ -81,15 +81,6 @@ def _copy_pieces(device: DeviceBlocks, load: HostLoad) -> int:
         if len(wrong):
             return start + int(wrong[0])
     return len(load.targets)
-
-
-def find_wrong(block_bytes: int, load: HostLoad, indexes: Sequence[int]) -> list[int]:
-    """Return those of a load's blocks whose bytes do not match their records now."""
-    lengths = np.full(len(indexes), block_bytes, np.uint64)
-    sums = checksum_ranges(load.sources[list(indexes)], lengths)
-    return [
-        index for index, each in zip(indexes, sums, strict=True) if each != load.records["data_sum"][index]
-    ]
 
 
 def copy_from_device(

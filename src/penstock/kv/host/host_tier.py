@@ -5,16 +5,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.core.ids import BlockId
 from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.wire import HashArray
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.host.copies import HostLoad, Piece, copy_from_device, copy_to_device, find_wrong
+from penstock.kv.host.copies import HostLoad, Piece, copy_from_device, copy_to_device
 from penstock.kv.host.extent import CHANGED, USED, WRONG, Extent, ExtentLayout, namespace_key, slots_of
-from penstock.kv.host.loan import HostLoan
 from penstock.kv.host.memory import HostMemory, HostPart
 from penstock.kv.host.probe import probe_copies
 from penstock.kv.host.sibling import Sibling
@@ -33,7 +31,6 @@ _CHUNK_BYTES = 32 << 20
 """Of one load: 4 ms at 8 GB/s."""
 _EPOCH_SHIFT = 40
 _USE = BlockUse()
-_NOWHERE = BlockId(0)
 _PRIVATE = Namespace(model_digest="", dtype="", layout="", block_size=0)
 
 
@@ -146,7 +143,9 @@ class HostTier:
     ) -> HostLoad:
         """Copy leading blocks to the device, and verify them."""
         load = self._draft(block_hashes, targets)
-        self.hold(load)
+        for piece in load.pieces:
+            if piece.sibling is None:
+                self._pool.acquire(piece.slots)
         self._loads.add(load)
         self._waiting_blocks += len(load.targets)
 
@@ -203,15 +202,6 @@ class HostTier:
         ).add_done_callback(on_end)
         return sources
 
-    def memory(self) -> list[NDArray[np.uint8]]:
-        """Return the memory of all extents, by number."""
-        return self._memory.extents
-
-    def lend(self, block_hashes: HashArray) -> HostLoan | None:
-        """Lend the leading blocks that the workers of the host keep."""
-        load = self._draft(block_hashes, [_NOWHERE] * len(block_hashes))
-        return HostLoan(self, load, self._number) if load.targets and not self._is_closed else None
-
     def take_events(self) -> tuple[KvEvent, ...]:
         """Return the KV events since the last call, in order: of all extents."""
         self._has_changed = False
@@ -248,32 +238,6 @@ class HostTier:
         self._pool.check()
         for sibling in self._siblings:
             sibling.check()
-
-    # ---- of loans -------------------------------------------------------------------------------------
-
-    def hold(self, load: HostLoad) -> None:
-        """Keep the own blocks of a load from eviction."""
-        for piece in load.pieces:
-            if piece.sibling is None:
-                self._pool.acquire(piece.slots)
-
-    def let_go(self, load: HostLoad) -> None:
-        """Release the own blocks of a load, as the newest."""
-        for piece in load.pieces:
-            if piece.sibling is None:
-                self._release(piece.slots, _USE)
-
-    def recheck(self, load: HostLoad, indexes: Sequence[int], done: Callable[[], None]) -> None:
-        """Drop those blocks of a load whose bytes are not those of their records, then call `done`."""
-
-        def on_end(future: "asyncio.Future[list[int]]") -> None:
-            for index in future.result() if future.exception() is None else ():
-                self._on_mismatch(load.place(index), load.records[index])
-            done()
-
-        asyncio.get_running_loop().run_in_executor(
-            self._load_thread, find_wrong, self._device.block_bytes, load, indexes
-        ).add_done_callback(on_end)
 
     # ---- on the event loop ----------------------------------------------------------------------------
 
@@ -378,15 +342,17 @@ class HostTier:
         loaded = 0 if error is not None else future.result()
         if loaded < len(load.targets) and not load.stop[0] and error is None:
             self._on_mismatch(load.place(loaded), load.records[loaded])
-        loaded = min(loaded, self.count_unchanged(load))
+        loaded = min(loaded, self._count_unchanged(load))
         if loaded:
             self._speed.measure(loaded, load.seconds)
         self._waiting_blocks -= len(load.targets)
         self._loads.discard(load)
-        self.let_go(load)
+        for piece in load.pieces:
+            if piece.sibling is None:
+                self._release(piece.slots, _USE)
         done(loaded)
 
-    def count_unchanged(self, load: HostLoad) -> int:
+    def _count_unchanged(self, load: HostLoad) -> int:
         """Count the leading blocks whose records are still what they were; own ones were held meanwhile."""
         at = 0
         for piece in load.pieces:

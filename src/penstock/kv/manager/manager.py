@@ -21,7 +21,7 @@ from penstock.kv.manager.worth import ComputeSeconds
 from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.windows.prefixes import WindowPrefixes
-from penstock.seams.kv import KvLender, KvRun, KvSource, KvTier
+from penstock.seams.kv import KvRun, KvSource, KvTier
 
 
 class KvManager:
@@ -111,11 +111,6 @@ class KvManager:
     def shared(self) -> tuple[KvHolder, ...]:
         """Whose blocks its shared tiers load."""
         return tuple(tier.shared for tier in self.tiers if tier.shared is not None)
-
-    @property
-    def lender(self) -> KvLender | None:
-        """The tier whose blocks other hosts can read; None without."""
-        return next((tier for tier in self.tiers if isinstance(tier, KvLender)), None)
 
     @property
     def has_arrived(self) -> bool:

@@ -1,4 +1,4 @@
-"""Loads of prefixes that no running request waits for: KV transfers bring them to reserved blocks, from tiers and another worker."""
+"""Loads of prefixes that no running request waits for: KV transfers bring them to reserved blocks, from tiers and a prefill worker."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,8 +9,8 @@ from penstock.core.wire import HashArray
 from penstock.kv.manager.clock import Clock, LoopClock
 from penstock.kv.manager.counters import TierCounters
 from penstock.kv.manager.prefix_load import PrefixLoad, find_runs
-from penstock.kv.manager.worth import PEER_MARGIN, ComputeSeconds, peer_late_after_s
-from penstock.seams.kv import KvLoad, KvPeerSource, KvRun, KvSource, KvTier
+from penstock.kv.manager.worth import ComputeSeconds
+from penstock.seams.kv import KvLoad, KvRun, KvSource, KvTier
 
 
 class PrefixLoads:
@@ -41,15 +41,15 @@ class PrefixLoads:
         self._counters = counters or {}
         self._clock = clock or LoopClock()
 
-    def find(self, block_hashes: HashArray, num_before: int, peer: KvPeerSource) -> list[KvRun]:
+    def find(self, block_hashes: HashArray, num_before: int, peer: KvSource) -> list[KvRun]:
         """Find what brings a prefix's blocks soonest, up to the first block that nobody has; tiers slower than computing are left out.
 
-        A peer's blocks are taken likewise, or always where the router has weighed them.
+        A peer's blocks are always taken: the router has weighed loading them against computing.
 
         Args:
             block_hashes: (n, 2) uint64.
             num_before: leading blocks that the device has.
-            peer: the other worker.
+            peer: the prefill worker's blocks.
         """
         return find_runs(self._sources(peer), block_hashes, num_before, partial(self._is_worth, peer))
 
@@ -57,7 +57,7 @@ class PrefixLoads:
         self,
         runs: Sequence[KvRun],
         targets: Sequence[BlockId],
-        peer: KvPeerSource,
+        peer: KvSource,
         done: Callable[[int], None],
         on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:
@@ -66,7 +66,7 @@ class PrefixLoads:
         Args:
             runs: at least one.
             targets: a device block for each block, reserved until `done` is called.
-            peer: the other worker.
+            peer: the prefill worker's blocks.
             done: called once, later, with the leading blocks that are complete.
             on_arrived: called before that each time more leading blocks are complete, with their number so far.
         """
@@ -80,29 +80,21 @@ class PrefixLoads:
             targets,
             self._sources(peer),
             clock=self._clock,
-            late_s=None if peer.is_weighed else self._late_s(runs),
             is_worth=partial(self._is_worth, peer),
             on_arrived=lambda load: on_arrived(load.arrived),
             done=on_done,
         )
 
-    def _late_s(self, runs: Sequence[KvRun]) -> float:
-        """Return the seconds after which a load is given up."""
-        load_s = max(run.source.load_s(run.num_blocks) for run in runs)
-        num_blocks = sum(run.num_blocks for run in runs)
-        compute_s = self._compute_s(num_blocks * self._block_size, runs[0].num_before * self._block_size)
-        return peer_late_after_s(load_s, compute_s)
-
-    def _sources(self, peer: KvPeerSource) -> list[KvSource]:
+    def _sources(self, peer: KvSource) -> list[KvSource]:
         return [*self._near, peer, *self._far]
 
     def _is_worth(
-        self, peer: KvPeerSource, source: KvSource, load_s: float, num_blocks: int, num_before: int
+        self, peer: KvSource, source: KvSource, load_s: float, num_blocks: int, num_before: int
     ) -> bool:
-        if source is peer and peer.is_weighed:
+        if source is peer:
             return True
         compute_s = self._compute_s(num_blocks * self._block_size, num_before * self._block_size)
-        return compute_s is None or load_s * (PEER_MARGIN if source is peer else 1) < compute_s
+        return compute_s is None or load_s < compute_s
 
     def _count(self, load: PrefixLoad) -> None:
         for part in load.results():

@@ -7,10 +7,6 @@ from typing import TypeVar
 ComputeSeconds = Callable[[int, int], float | None]
 """Predicts the seconds to compute so many tokens after so many cached ones; None before anything was measured."""
 _Source = TypeVar("_Source")
-PEER_MARGIN = 2.0
-"""Loads from other workers must be predicted so many times quicker than computing: they share a network with loads that nobody
-predicts. Simulated, with busy links at 0.7 of the time of computing, mean TTFT rose by 11 % without a margin."""
-_PEER_LATE_FACTOR, _PEER_COMPUTE_SHARE, _PEER_LATE_MIN_S = 1.5, 0.25, 0.05
 _LATE_FACTOR = 4.0
 _LATE_MARGIN_S = 0.25
 
@@ -54,17 +50,3 @@ def worth_loading(
 def late_after_s(load_s: float) -> float:
     """Return the seconds after which a load that was predicted to take `load_s` is given up."""
     return _LATE_MARGIN_S + _LATE_FACTOR * load_s
-
-
-def peer_late_after_s(load_s: float, compute_s: float | None) -> float:
-    """Return the seconds after which a load from another worker is given up, before computing instead would have been done.
-
-    Args:
-        load_s: as predicted.
-        compute_s: to compute the same blocks; None before a prompt was ever computed.
-    """
-    late_s = late_after_s(load_s)
-    if compute_s is None:
-        return late_s
-    patience_s = max(_PEER_LATE_FACTOR * load_s, _PEER_COMPUTE_SHARE * compute_s, _PEER_LATE_MIN_S)
-    return min(late_s, patience_s, compute_s)

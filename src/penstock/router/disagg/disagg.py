@@ -11,12 +11,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.types.events import Tier
 from penstock.router.config import DisaggConfig
 from penstock.router.links.kv_transfer_pairs import Kinds
-from penstock.router.links.peer_prices import PRICED_TIER, OwnBlocks
 from penstock.router.policy.policies import recomputed_blocks
 from penstock.router.policy.selector import Choice, WorkerSelector
 from penstock.seams import RoutingContext
+
+_MOVED_TIER = list(Tier).index(Tier.OBJECT)
+"""Blocks that come from a prefill worker are priced as if they lay in the last tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,6 @@ class DisaggInputs:
     kinds:       which decode workers can read from which prefill worker
     override:    what may change the decision; None for nothing
     always:      decode workers compute no prompts, so the answer is disaggregated whatever it costs
-    own:         what workers have themselves, where the context also has what they would load from others; None where it has not
     """
 
     prefill_mask: NDArray[np.bool_]
@@ -99,7 +101,6 @@ class DisaggInputs:
     override: Override | None
     config: DisaggConfig
     always: bool = False
-    own: OwnBlocks | None = None
 
     def move(self, prefiller: int) -> Move:
         """Give the price of moving the KV that the worker in this slot computes."""
@@ -171,9 +172,9 @@ def as_transferred(context: RoutingContext, move: Move) -> RoutingContext:
     cached, round_trip_s = context.overlap_blocks, context.prices.round_trip_s
     overlaps = np.where(move.decode_workers, np.maximum(cached, move.blocks), cached)
     tiers = context.tier_blocks.copy()
-    tiers[PRICED_TIER] += (overlaps - cached).astype(tiers.dtype)
+    tiers[_MOVED_TIER] += (overlaps - cached).astype(tiers.dtype)
     onboard = context.prices.onboard_token_s.copy()
-    onboard[PRICED_TIER] = move.block_s / context.block_size
+    onboard[_MOVED_TIER] = move.block_s / context.block_size
     if move.setup_s is not None:
         round_trip_s = round_trip_s + move.setup_s * (overlaps > cached)
     return context.changed(
@@ -192,8 +193,6 @@ def decide(
 ) -> DisaggDecision:
     """Choose between one aggregated worker, and a prefill and a decode worker.
 
-    Whoever computes the prompt may load its beginning from other workers. A decode worker gets the blocks of its prefill worker.
-
     Args:
         selector: its policy prices workers.
         context: of the request, on the workers that may answer it.
@@ -210,15 +209,14 @@ def decide(
         comparison = Comparison(whole.cost, None, None, is_remote=False)
         return DisaggDecision(inputs, context, whole, prompt_context, prompt, None, None, comparison)
     move = inputs.move(prompt.slot)
-    own = context if inputs.own is None else inputs.own.context(context)
-    rest_context = as_transferred(own.changed(eligible=context.eligible & move.decode_workers), move)
+    rest_context = as_transferred(context.changed(eligible=context.eligible & move.decode_workers), move)
     rest = selector.choose(rest_context, tie)
     comparison = Comparison(None, None, None, is_remote=True)
     if selector.term_names:
         local, prefill, after = whole.cost, prompt.cost, rest.cost + config.kv_transfer_s
         is_cheaper = prefill + after < local
         too_long = config.local_tokens_max is not None and uncached_tokens > config.local_tokens_max
-        link_setup = move.charge_s(own, rest.slot)
+        link_setup = move.charge_s(context, rest.slot)
         comparison = Comparison(
             local,
             prefill,

@@ -10,7 +10,6 @@ from penstock.router.disagg.itl_budget import ItlBudget
 from penstock.router.disagg.link_setup import LinkSetup
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.worker_pool import WorkerPool
-from penstock.router.links.peer_prices import OwnBlocks
 from penstock.router.metrics import RouterMetrics
 from penstock.router.policy.selector import Choice, WorkerSelector
 from penstock.seams import RoutingContext
@@ -40,7 +39,6 @@ class DisaggPricing:
         prompt_turn: int,
         prompt: Choice,
         blocks: int,
-        own: OwnBlocks | None,
     ) -> DisaggInputs:
         """Give the inputs of the decision about a request.
 
@@ -51,7 +49,6 @@ class DisaggPricing:
             prompt_turn: round-robin position among them.
             prompt: the cheapest of them.
             blocks: full KV blocks of the prompt.
-            own: as in `DisaggInputs`.
         """
         setups = (adjustment.setup_s(pool, context, prompt.slot) for adjustment in self._adjustments)
         overrides = (adjustment.override(context) for adjustment in self._adjustments)
@@ -68,7 +65,6 @@ class DisaggPricing:
             override=next((o for o in overrides if o is not None), None),
             config=self._config,
             always=self._fleet.slots.at(prompt.slot).instance.engine.transferred_prompts_only,
-            own=own,
         )
 
     def taken(self, decision: DisaggDecision, tie: int, *, again: bool) -> None:

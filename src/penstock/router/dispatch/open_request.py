@@ -298,7 +298,6 @@ class OpenRequest:
             known_peer_arrivals=known if self._retry_state.may_be_stale else None,
             prefill_only=decode is not None,
             transfer_id=b"" if decode is None else decode.transfer_id,
-            peer=route.peer,
         )
         try:
             self._attempt = Attempt(self._shared.fleet, route, request, self, decode=decode)

@@ -13,18 +13,16 @@ from penstock.router.config import DisaggConfig
 from penstock.router.disagg.disagg import DisaggInputs
 from penstock.router.disagg.itl_budget import Budget
 from penstock.router.links.kv_transfer_pairs import Kinds
-from penstock.router.links.peer_prices import OwnBlocks
 from penstock.router.policy.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
 from penstock.seams import PriceColumns, RoutingContext
 
 EVENT = "request_routed"
 """Event name of the log line."""
-_Nested = PriceColumns | Budget | Kinds | OwnBlocks
+_Nested = PriceColumns | Budget | Kinds
 _NESTED: dict[str, type[_Nested]] = {
     "prices": PriceColumns,
     "override": Budget,
     "kinds": Kinds,
-    "own": OwnBlocks,
 }
 _Recorded = RoutingContext | DisaggInputs | _Nested
 

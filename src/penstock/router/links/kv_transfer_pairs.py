@@ -119,10 +119,8 @@ class KvTransferPairs:
         self._num_hosts = 0
         self._is_prefill: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)  # likewise
         self._is_decode: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)  # likewise; aggregated workers too
-        self._lends: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)  # likewise; cached KV, to any role
         self._fits: NDArray[np.bool_] = np.zeros((2, 1, 1), dtype=np.bool_)  # on two hosts and on one
         self._all_fit = False  # each of these with each
-        self._are_alike: NDArray[np.bool_] = np.ones((1, 1), dtype=np.bool_)  # (kinds, kinds), their blocks
         self._reasons: dict[
             tuple[bytes, bytes, bool], str | None
         ] = {}  # why kinds do not fit, on two hosts or one
@@ -166,50 +164,6 @@ class KvTransferPairs:
         fits_by_host = ((elsewhere > 0) @ self._fits[0].T) | ((here > 0) @ self._fits[1].T)
         return np.asarray(ready & fits_by_host[hosts, numbers], dtype=np.bool_)
 
-    def lent(self, reader: int, device: NDArray[np.int32], host: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Give (num_slots,) the leading blocks that the worker in slot `reader` may load from each other one.
-
-        Blocks of a host tier count where both workers keep blocks byte by byte alike.
-
-        Args:
-            reader: gets the request.
-            device: (num_slots,) leading blocks of its prompt on each worker's device.
-            host: (num_slots,) blocks after those in its host's memory.
-        """
-        kinds = self.kinds(len(device))
-        if not self._lends[reader]:
-            return np.zeros_like(device)
-        numbers = kinds.numbers
-        blocks = device + host * self._are_alike[numbers[reader]][numbers]
-        lent = np.where(self._lends & kinds.prefill_workers(reader), blocks, 0)
-        lent[reader] = 0
-        return lent
-
-    def lenders(
-        self, device: NDArray[np.int32], host: NDArray[np.int32], num_max: int
-    ) -> list[tuple[int, NDArray[np.int32]]]:
-        """List the workers with the most leading blocks of a prompt to lend: (slot, (num_slots,) blocks for each other worker).
-
-        Args:
-            device: as in `lent`.
-            host: likewise.
-            num_max: of so many.
-        """
-        kinds = self.kinds(len(device))
-        if np.count_nonzero(self._lends) < 2:
-            return []
-        blocks = np.where(self._lends, device + host, 0)
-        found = []
-        for source in np.argsort(-blocks, kind="stable")[:num_max].tolist():
-            if not blocks[source]:
-                break
-            alike = self._are_alike[kinds.numbers[source]][kinds.numbers]
-            reads = self._lends & kinds.decode_workers(source)
-            lent = np.where(reads, device[source] + host[source] * alike, 0)
-            lent[source] = 0
-            found.append((source, lent))
-        return found
-
     def problem(self, slot: int) -> str | None:
         """Say why the worker in this slot transfers KV with no other; None where it can, or where it needs no other."""
         kinds = self.kinds(max(self._workers) + 1 if self._numbers is None else len(self._numbers))
@@ -244,7 +198,7 @@ class KvTransferPairs:
 
     def _number(self, num_slots: int) -> None:
         self._numbers, self._hosts = np.zeros((2, num_slots), dtype=np.intp)
-        self._is_prefill, self._is_decode, self._lends = np.zeros((3, num_slots), dtype=np.bool_)
+        self._is_prefill, self._is_decode = np.zeros((2, num_slots), dtype=np.bool_)
         numbers: dict[bytes, int] = {}
         hosts: dict[bytes | None, int] = {}
         self._kinds = []
@@ -256,8 +210,6 @@ class KvTransferPairs:
             self._hosts[slot] = hosts.setdefault(_host(instance), len(hosts))
             of_role = self._is_prefill if instance.role is Role.PREFILL else self._is_decode
             of_role[slot] = True
-            exchange = instance.exchange
-            self._lends[slot] = exchange is not None and exchange.peers and exchange.source is not None
         self._num_hosts = max(len(hosts), 1)
         fits = [
             [
@@ -268,8 +220,6 @@ class KvTransferPairs:
         ]
         self._fits = np.array(fits, dtype=np.bool_).reshape(2, len(self._kinds), len(self._kinds))
         self._all_fit = bool(self._fits.all())
-        alike = [[one.layout == other.layout for other in self._kinds] for one in self._kinds]
-        self._are_alike = np.array(alike, dtype=np.bool_)
 
     def _reason(self, source: _Kind, reader: _Kind, *, same_host: bool) -> str | None:
         key = source.key, reader.key, same_host

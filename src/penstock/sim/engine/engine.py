@@ -21,7 +21,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.manager.prefix_loads import PrefixLoads
 from penstock.kv.pool.pool import BlockPool
 from penstock.perf.latency import LatencyModel
-from penstock.seams.kv import KvLender, KvLoad, KvPeerSource, KvRun
+from penstock.seams.kv import KvLoad, KvRun, KvSource
 from penstock.sim.engine.prices import DecodePrices, prefill_price
 from penstock.sim.engine.scheduler import JumpPlan, JumpScheduler
 from penstock.sim.engine.timed_tier import LowerTier, timed_kv_manager
@@ -180,18 +180,14 @@ class JumpEngine:
         self._scheduler.pins.unpin(block_ids)
         self._interrupt()
 
-    @property
-    def kv_lender(self) -> KvLender | None:
-        return None if self.kv is None else self.kv.lender
-
-    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvPeerSource) -> list[KvRun]:
+    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvSource) -> list[KvRun]:
         return self._prefix_loads.find(block_hashes, num_before, peer)
 
     def load_runs(
         self,
         runs: Sequence[KvRun],
         targets: Sequence[BlockId],
-        peer: KvPeerSource,
+        peer: KvSource,
         done: Callable[[int], None],
         on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:

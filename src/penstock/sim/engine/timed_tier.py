@@ -5,12 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from penstock.core.descriptors import MemoryKind, Region
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
-from penstock.core.types.kv.lent import LENT_BLOCK
 from penstock.core.wire import HashArray
 from penstock.kv.manager.clock import LoopClock, Timer
 from penstock.kv.manager.manager import KvManager
@@ -185,35 +181,6 @@ class TimedTier(KvTier):
                 self.end(load, arrived=len(load.sources))
 
 
-class _Loan:
-    """Blocks of a `TimedHostTier` that another worker reads."""
-
-    is_intact = True
-
-    def __init__(self, tier: "TimedHostTier", slots: list[BlockId]) -> None:
-        self._tier, self._slots = tier, slots
-        self.blocks = np.zeros(len(slots), LENT_BLOCK)
-        self.blocks["offset"] = np.array(slots, np.uint64) * np.uint64(tier.block_bytes)
-        tier.pool.acquire(slots)
-
-    def end(self, wrong: Sequence[int] = ()) -> None:  # noqa: ARG002 - there are no bytes
-        """Let go of the blocks."""
-        self._tier.pool.release(self._slots, _USE)
-
-
-class TimedHostTier(TimedTier):
-    """A host tier, whose blocks other workers load over the simulated network."""
-
-    def memory(self) -> Sequence[Region]:
-        """Return a region without memory, as `SimTransport` moves no bytes."""
-        return (Region(MemoryKind.VRAM, self.num_blocks * self.block_bytes),)
-
-    def lend(self, block_hashes: HashArray) -> _Loan | None:
-        """Lend the leading blocks that it keeps."""
-        slots = self.pool.match(block_hashes)
-        return _Loan(self, slots) if slots else None
-
-
 class _NeverLate(LoopClock):
     """The loop's clock without timers."""
 
@@ -245,12 +212,7 @@ def timed_kv_manager(
     """
     if not lower_tiers:
         return None
-    tiers = [
-        (TimedHostTier if kind.tier is Tier.HOST else TimedTier)(
-            kind, latency, block_size=pool.block_size, pace=pace
-        )
-        for kind in lower_tiers
-    ]
+    tiers = [TimedTier(kind, latency, block_size=pool.block_size, pace=pace) for kind in lower_tiers]
     return KvManager(
         pool,
         tiers,

@@ -71,7 +71,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """Parts of a simulated deployment. With a PREFILL role or `kv_transfer.peers`, all workers have KV transfer."""
+    """Parts of a simulated deployment. With a PREFILL role all workers have KV transfer."""
 
     card: ModelCard
     workers: Mapping[Role, WorkerSpec]
@@ -193,8 +193,8 @@ class SimCluster:
         return running
 
     def _agent(self, host: str) -> TransferAgent | None:
-        """Create the transfer agent of a host's worker; None without a PREFILL role and without peers."""
-        if Role.PREFILL not in self.spec.workers and not self.spec.worker.kv_transfer.peers:
+        """Create the transfer agent of a host's worker; None without a PREFILL role."""
+        if Role.PREFILL not in self.spec.workers:
             return None
         config = self.spec.worker.kv_transfer.transfer.model_copy(
             update={"listen": ("memory",), "transports": None}

@@ -1,11 +1,10 @@
 """The prefill worker's side of KV transfers: blocks are pinned as they are computed, and decode workers are notified."""
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import count
 
-import msgspec
 import numpy as np
 
 from penstock.core.ids import BlockId, PinId, RequestId, WorkerId
@@ -13,7 +12,7 @@ from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.requests import KvHandle, Request
 from penstock.core.wire import HashArray, num_tokens, unpack_hashes
-from penstock.seams import KvBlocks, KvLender, KvLending, KvLoan, KvPartialBlocks
+from penstock.seams import KvBlocks, KvPartialBlocks
 from penstock.worker.config import KvTransferConfig
 from penstock.worker.kv_transfer.names import names_of
 from penstock.worker.kv_transfer.pin_messages import PinGrown, PinHeld
@@ -59,7 +58,6 @@ class _Export:
     num_told:    leading `block_ids` that followers know
     tail:        the pinned partial block, or empty; it has no hash
     tail_tokens: tokens in the partial block
-    loan:        blocks of the host tier after those
     num_leading: full blocks of the prompt
     """
 
@@ -72,13 +70,7 @@ class _Export:
     is_whole: bool = False
     tail: list[BlockId] = field(default_factory=list)
     tail_tokens: int = 0
-    loan: KvLoan | None = None
     num_leading: int = 0
-
-    @property
-    def num_lent(self) -> int:
-        """Blocks of the host tier."""
-        return 0 if self.loan is None else len(self.loan.blocks)
 
 
 class KvExports:
@@ -115,8 +107,6 @@ class KvExports:
         self._prefill_worker = prefill_worker
         self._config = config
         self._notify = notify
-        self._lender = engine.kv_lender if isinstance(engine, KvLending) else None
-        self._lent_blocks = 0
         self._ids = count(1)
         self._held: dict[PinId, _Export] = {}
         self._held_blocks = 0
@@ -154,33 +144,6 @@ class KvExports:
             timer = loop.call_later(self._config.pin_ttl_s, self._end_early, transfer_id)
             early = self._early[transfer_id] = _Early(timer)
         early.followers[agent] = read_id
-
-    def lend(self, hashes: HashArray, agent: str, read_id: int, regions: KvRegions) -> None:
-        """Pin the leading blocks that are cached for another worker's request, and tell its agent which; they are pinned for `pin_ttl_s` at most.
-
-        Args:
-            hashes: (n, 2) uint64 of consecutive blocks.
-            agent: of the other worker.
-            read_id: names its question.
-            regions: the registered memory of the engine and its host tier.
-        """
-        block_ids = list(self._engine.pin(hashes[: self._blocks_left]))
-        loan = None
-        if self._lender is not None and regions.lent_ids:
-            loan = self._lender.lend(hashes[len(block_ids) :][: self._lent_left(self._lender)])
-        if not (block_ids or loan):
-            self._notify(agent, PinHeld(pin_id=_NO_PIN, was_held=False, read_id=read_id))
-            return
-        pin_id, count = PinId(next(self._ids)), len(block_ids)
-        prompt = _Prompt(RequestId(""), b"", None, {agent: read_id}, pin_id, is_under_way=False)
-        timer = self._timer(pin_id)
-        export = _Export(prompt, hashes[:count], block_ids, count, timer, count, is_whole=True, loan=loan)
-        self._held[pin_id] = export
-        self._held_blocks += count
-        self._lent_blocks += export.num_lent
-        self.none_left.clear()
-        lent = b"" if loan is None else regions.pack_lent(loan.blocks)
-        self._notify(agent, msgspec.structs.replace(_grown(pin_id, export, read_id, 0), lent=lent))
 
     def grow(self, request: Request) -> None:
         """Pin the blocks computed so far of a prompt under way, and notify followers.
@@ -221,16 +184,10 @@ class KvExports:
 
     def holds(self, pin_id: PinId) -> bool:
         """Say whether all blocks ever announced for a pin have been what they were since."""
-        export = self._held.get(pin_id)
-        return export is not None and (export.loan is None or export.loan.is_intact)
+        return pin_id in self._held
 
-    def unpin(self, pin_id: PinId, wrong: Sequence[int] = ()) -> None:
-        """Unpin an export's blocks: they were read, or are not needed. No error if they are not pinned any more.
-
-        Args:
-            pin_id: the pin.
-            wrong: indexes of blocks of the host tier that arrived with another checksum.
-        """
+    def unpin(self, pin_id: PinId) -> None:
+        """Unpin an export's blocks: they were read, or are not needed. No error if they are not pinned any more."""
         export = self._held.pop(pin_id, None)
         if export is None:
             return
@@ -240,9 +197,6 @@ class KvExports:
         self._forget_transfer(export.prompt)
         self._held_blocks -= export.num_counted
         self._engine.unpin([*export.block_ids, *export.tail])
-        if export.loan is not None:
-            self._lent_blocks -= export.num_lent
-            export.loan.end(wrong)
         if not self._held:
             self.none_left.set()
 
@@ -283,7 +237,6 @@ class KvExports:
         assert self.none_left.is_set() == (not self._held), "set exactly while nothing is held"
         assert self._blocks_left >= 0, "no more than its share"
         assert self._held_blocks == sum(export.num_counted for export in self._held.values())
-        assert self._lent_blocks == sum(export.num_lent for export in self._held.values())
         assert all(self._held[pin_id].prompt.request_id == request for request, pin_id in self._pins.items())
         assert len(self._early) <= self._config.fetches_max, (
             f"{len(self._early)} transfers are followed early"
@@ -341,10 +294,6 @@ class KvExports:
     def _blocks_left(self) -> int:
         """Blocks that may still be pinned."""
         return int(self._config.pinned_share_max * self._info.total_blocks) - self._held_blocks
-
-    def _lent_left(self, lender: KvLender) -> int:
-        """Blocks of the host tier that may still be lent."""
-        return int(self._config.pinned_share_max * lender.num_blocks) - self._lent_blocks
 
     def _claim_partial_block(self, request: Request, export: _Export) -> None:
         """Pin the partial last block, if the engine supports that and all full blocks are pinned."""

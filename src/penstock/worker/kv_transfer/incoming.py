@@ -96,7 +96,6 @@ class IncomingTransfers:
         reader: Reader,
         reservations: BlockReservations,
         release: Callable[[Origin, PinId], None],
-        speeds: PeerSpeeds,
         is_early: bool,
     ) -> None:
         """Make an empty set.
@@ -109,7 +108,6 @@ class IncomingTransfers:
             reader: reads the blocks.
             reservations: the engine's blocks for incoming KV.
             release: tells a prefill worker to unpin the blocks of a pin.
-            speeds: what was measured of prefill workers.
             is_early: whether blocks are read while their prompt is being computed.
         """
         self.fetched_blocks = self.early_blocks = 0
@@ -132,7 +130,7 @@ class IncomingTransfers:
         self._expected: dict[tuple[RequestId, Hashable], Incoming] = {}  # requests that have not arrived
         self._fetches: dict[RequestId, asyncio.Task[None]] = {}  # requests that have arrived
         self._under_way: set[Incoming] = set()
-        self._speeds = speeds
+        self._speeds = PeerSpeeds()
         self._tasks: asyncio.TaskGroup | None = None
 
     def __len__(self) -> int:

@@ -6,12 +6,11 @@ itself: slower, never wrong.
 """
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from types import TracebackType
 from typing import Self
 
 import msgspec
-import numpy as np
 
 from penstock.core.errors import (
     ConfigError,
@@ -19,24 +18,20 @@ from penstock.core.errors import (
     Overloaded,
     PenstockError,
     ProtocolError,
-    TransferError,
 )
 from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv.exchange import KvAccess, KvExchange
 from penstock.core.types.requests import KvHandle, Prefetch, Request
-from penstock.core.wire import encode, unpack_hashes
-from penstock.seams import KvBlocks, KvLending
+from penstock.core.wire import encode
+from penstock.seams import KvBlocks
 from penstock.transfer import Peer, TransferAgent
 from penstock.worker.config import KvTransferConfig
 from penstock.worker.kv_transfer.exports import KvExports
 from penstock.worker.kv_transfer.incoming import IncomingTransfers
-from penstock.worker.kv_transfer.peer_loads import PeerLoads
-from penstock.worker.kv_transfer.peer_source import PeerSpeeds
 from penstock.worker.kv_transfer.pin_messages import (
     PIN_MESSAGES,
-    PinAsk,
     PinCheck,
     PinFollow,
     PinGrown,
@@ -48,8 +43,6 @@ from penstock.worker.kv_transfer.reader import Origin, Reader
 from penstock.worker.kv_transfer.reads import KvReads
 from penstock.worker.kv_transfer.regions import KvRegions
 from penstock.worker.kv_transfer.reservations import BlockReservations
-
-_HASH_BYTES = 16
 
 _log = get_logger()
 
@@ -96,16 +89,6 @@ class KvTransfer:
         self._reader = Reader(agent, self._regions, checksum=config.checksum)
         self._metadata = b""
         self._reservations = BlockReservations(engine, info)
-        speeds = PeerSpeeds()
-        self.peer_loads = PeerLoads(
-            engine,
-            info,
-            config,
-            connect=self._connect,
-            reader=self._reader,
-            release=self._release,
-            speeds=speeds,
-        )
         self.incoming = IncomingTransfers(
             engine,
             info,
@@ -114,7 +97,6 @@ class KvTransfer:
             reader=self._reader,
             reservations=self._reservations,
             release=self._release,
-            speeds=speeds,
             is_early=self.streams_kv,
         )
         self._preemptions = 0  # as of the last step
@@ -125,14 +107,12 @@ class KvTransfer:
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
         await self.incoming.__aenter__()
-        await self.peer_loads.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await self.peer_loads.__aexit__(None, None, None)
             await self.incoming.__aexit__(None, None, None)
         finally:
             self.exports.close()
@@ -152,7 +132,7 @@ class KvTransfer:
         await asyncio.shield(self._has_begun)
 
     def __len__(self) -> int:
-        return len(self.incoming) + len(self.peer_loads)
+        return len(self.incoming)
 
     @property
     def exchange(self) -> KvExchange:
@@ -165,7 +145,6 @@ class KvTransfer:
             streams=self.streams_kv,
             setups_s=tuple(self._agent.setup_s(name) for name in names),
             source=self._regions.source(self._metadata) if self._metadata else None,
-            peers=self._config.peers,
         )
 
     @property
@@ -228,7 +207,6 @@ class KvTransfer:
         """Raise AssertionError if anything of a request is left; for a worker that has been idle for a while."""
         self.exports.check_idle()
         self._reader.check_idle()
-        self.peer_loads.check_idle()
         self.incoming.check_idle()
         self._reservations.check_idle()
 
@@ -237,11 +215,10 @@ class KvTransfer:
         await self.begin()
         return await self._agent.connect(source.agent)
 
-    def _release(self, origin: Origin, pin_id: PinId, wrong: Sequence[int] = ()) -> None:
-        """Tell another worker to unpin blocks; if that fails, `pin_ttl_s` ends the pin."""
-        packed = np.array(wrong, dtype="<u4").tobytes()
+    def _release(self, origin: Origin, pin_id: PinId) -> None:
+        """Tell a prefill worker to unpin blocks; if that fails, `pin_ttl_s` ends the pin."""
         try:
-            self._agent.send_notification(origin.peer, encode(PinRead(pin_id=pin_id, wrong=packed)))
+            self._agent.send_notification(origin.peer, encode(PinRead(pin_id=pin_id)))
         except PenstockError as error:
             _log.debug("pin_not_released", peer=origin.peer.name, error=error.message)
 
@@ -252,7 +229,6 @@ class KvTransfer:
         try:
             async with self._agent:
                 self._regions.register(self._engine.kv_memory(), self._agent)
-                self._register_lent()
                 self._metadata = self._agent.metadata()
                 has_begun.set_result(None)
                 await self._listen()
@@ -267,18 +243,6 @@ class KvTransfer:
         finally:
             has_begun.cancel()
 
-    def _register_lent(self) -> None:
-        """Register the host tier too, if this worker lends blocks and has one; if that fails, its device alone is lent."""
-        lender = self._engine.kv_lender if isinstance(self._engine, KvLending) else None
-        if lender is None or not self._config.peers:
-            return
-        try:
-            self._regions.register_lent(lender.memory(), self._agent)
-        except TransferError as error:
-            _log.warning(
-                "kv_host_not_lent", error=error.message, effect="other hosts compute what is there alone"
-            )
-
     async def _listen(self) -> None:
         async for name, payload in self._agent.notifications():
             try:
@@ -290,28 +254,17 @@ class KvTransfer:
 
     def _receive(self, name: str, message: PinMessage) -> None:
         match message:
-            case PinRead(pin_id=pin_id, wrong=packed):
-                indexes = np.frombuffer(packed[: len(packed) // 4 * 4], "<u4")
-                self.exports.unpin(pin_id, indexes.tolist())
+            case PinRead(pin_id=pin_id):
+                self.exports.unpin(pin_id)
             case PinCheck(pin_id=pin_id, read_id=read_id):
                 is_held = self.exports.holds(pin_id)
                 self._notify(name, PinHeld(pin_id=pin_id, was_held=is_held, read_id=read_id))
-            case PinAsk(block_hashes=packed, read_id=read_id):
-                self._lend(name, packed, read_id)
             case PinFollow(transfer_id=transfer_id, read_id=read_id):
                 self.exports.follow(transfer_id, name, read_id)
             case PinGrown():
                 self._reader.grown(name, message)
             case PinHeld():
                 self._reader.answered(name, message)
-
-    def _lend(self, name: str, packed: bytes, read_id: int) -> None:
-        """Pin cached blocks for another worker, if this one lends any."""
-        is_wrong = len(packed) % _HASH_BYTES
-        if is_wrong:
-            _log.warning("notification_skipped", peer=name, error=f"{len(packed)} bytes are no block hashes")
-        hashes = unpack_hashes(packed[: len(packed) - is_wrong]).reshape(-1, 2)
-        self.exports.lend(hashes[: len(hashes) if self._config.peers else 0], name, read_id, self._regions)
 
     def _notify(self, agent: str, message: PinHeld | PinGrown) -> None:
         try:

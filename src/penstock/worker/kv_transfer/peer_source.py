@@ -1,4 +1,4 @@
-"""A prompt's KV at another worker, on its device or in its host tier, as a `KvSource`."""
+"""A prompt's KV at the prefill worker that computes it, as a `KvSource`."""
 
 import asyncio
 import math
@@ -11,10 +11,9 @@ import numpy as np
 from penstock.core.errors import ChecksumMismatch, EngineError, PenstockError
 from penstock.core.ids import BlockId, WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types.kv.lent import LentBlocks
 from penstock.core.wire import HashArray, unpack_hashes
 from penstock.kv.measured import MeasuredSpeed
-from penstock.worker.kv_transfer.reader import Growth, LentMismatch, Origin, Reader
+from penstock.worker.kv_transfer.reader import Growth, Origin, Reader
 
 _SPEEDS_MAX = 256
 """Workers whose speed is remembered; beyond it the one that was read from longest ago is forgotten."""
@@ -44,22 +43,18 @@ class PeerSpeeds:
     def __init__(self) -> None:
         """Know nothing."""
         self._by_worker: dict[WorkerId, MeasuredSpeed] = {}
-        self.doubted: set[WorkerId] = set()
-        """Workers that did not answer: they are measured anew before a request waits for them."""
 
     def of(self, worker_id: WorkerId) -> MeasuredSpeed:
         """Give a worker's speed, which all sources of its blocks share."""
         speed = self._by_worker.pop(worker_id, None) or MeasuredSpeed(half_life_s=math.inf)
         if len(self._by_worker) >= _SPEEDS_MAX:
-            oldest = next(iter(self._by_worker))
-            del self._by_worker[oldest]
-            self.doubted.discard(oldest)
+            del self._by_worker[next(iter(self._by_worker))]
         self._by_worker[worker_id] = speed
         return speed
 
 
 class PeerSource:
-    """The blocks of one prompt that another worker pins, as it names them: a prefill worker, or one that has it cached. One event loop owns it.
+    """The blocks of one prompt that its prefill worker pins, as the prefill worker names them. One event loop owns it.
 
     A load reads blocks one-sided, verifies them, and has the prefill worker confirm that they were pinned all the time. It
     brings all of its blocks or none. After a failed load the source has no blocks any more.
@@ -68,27 +63,14 @@ class PeerSource:
         hashes: (n, 2) uint64 of the prompt's full blocks.
         tail_hash: (1, 2) uint64, the name of its partial block here; random, since a partial block has no hash.
         growth: the blocks that the prefill worker has named.
-        num_expected: full blocks that the router says the other worker has: they can be located and priced before there is a connection.
-        origin: the other worker; None before there is a connection.
+        origin: the prefill worker; None before there is a connection.
         error: why a load failed; None if none has.
         num_loaded: full blocks loaded.
         num_corrupt: loads with bytes that did not match their checksum.
-        wrong: indexes of blocks in `growth.lent` that were not what the other worker had stored.
-        asked_s: when the worker was asked for the blocks, which counts as a part of the first read; None once it is counted.
-        is_weighed: whether the router has weighed loading against computing.
     """
 
     def __init__(
-        self,
-        hashes: HashArray,
-        reader: Reader,
-        speed: MeasuredSpeed,
-        *,
-        block_bytes: int = 0,
-        block_s: float = 0.0,
-        is_weighed: bool = True,
-        num_expected: int = 0,
-        num_ahead: int = 0,
+        self, hashes: HashArray, reader: Reader, speed: MeasuredSpeed, *, block_bytes: int = 0
     ) -> None:
         """Make a source without blocks.
 
@@ -97,25 +79,15 @@ class PeerSource:
             reader: reads the blocks.
             speed: seconds per block read from this prefill worker.
             block_bytes: of one block; 0 where engines keep no memory for KV.
-            block_s: seconds per block before any were measured; 0 if nobody knows.
-            is_weighed: False has the loader weigh the blocks against computing.
-            num_expected: full blocks that the router says the other worker has.
-            num_ahead: blocks that are still to come for other requests, over the same network.
         """
-        self._num_ahead = num_ahead
-        self.is_weighed = is_weighed
-        self._block_s = block_s
         self.chunk_blocks = max(_CHUNK_BYTES // max(block_bytes, 1), -(-len(hashes) // _CHUNKS_MAX), 1)
         self.hashes = hashes
         self.tail_hash = unpack_hashes(secrets.token_bytes(_HASH_BYTES)).reshape(1, 2)
         self.growth = Growth(len(hashes))
-        self.num_expected = num_expected
         self.origin: Origin | None = None
         self.error: PenstockError | None = None
         self.num_loaded = 0
         self.num_corrupt = 0
-        self.wrong: list[int] = []
-        self.asked_s: float | None = None
         self._reader = reader
         self._speed = speed
         self._waiting_blocks = 0
@@ -127,21 +99,16 @@ class PeerSource:
         return self.error is not None
 
     @property
-    def is_priced(self) -> bool:
-        """Whether the speed of this worker was measured, or is configured."""
-        return self._speed.is_known or self._block_s > 0
-
-    @property
     def names(self) -> HashArray:
         """(m, 2) uint64: the names of the blocks that it has, the partial block last."""
-        full = self.hashes[: self.growth.num_full]
+        full = self.hashes[: len(self.growth.block_ids)]
         return np.concatenate((full, self.tail_hash)) if len(self.growth.tail) else full
 
     def locate(self, block_hashes: HashArray) -> int:
-        """Count the leading blocks that the other worker has named, or is expected to have."""
+        """Count the leading blocks that the prefill worker has named."""
         if self.error is not None or not len(block_hashes):
             return 0
-        names = self.hashes[: self.num_expected] if self.origin is None else self.names
+        names = self.names
         at = np.flatnonzero((names == block_hashes[0]).all(axis=1))
         if not len(at):
             return 0
@@ -150,21 +117,17 @@ class PeerSource:
         return int(is_other.argmax()) if is_other.any() else len(names)
 
     def load_s(self, num_blocks: int) -> float:
-        """Predict the seconds of a read from this worker; 0 where `is_priced` is False."""
-        num_blocks += self._waiting_blocks + self._num_ahead
-        return self._speed.seconds(num_blocks) if self._speed.is_known else num_blocks * self._block_s
+        """Predict the seconds of a read from this worker; 0 before the first was measured."""
+        return self._speed.seconds(num_blocks + self._waiting_blocks)
 
     def load(self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]) -> _Load:
         """Read blocks that `locate` has counted."""
         names, growth = self.names, self.growth
         first = int(np.flatnonzero((names == block_hashes[0]).all(axis=1))[0])
-        end, num_device = first + len(targets), len(growth.block_ids) + len(growth.tail)
-        blocks = np.concatenate((growth.block_ids, growth.tail))[first:end]
-        first_lent = max(first - num_device, 0)
-        lent = growth.lent[first_lent : max(end - num_device, 0)]
-        num_full = min(growth.num_full - first, len(targets))
+        blocks = np.concatenate((growth.block_ids, growth.tail))[first : first + len(targets)]
+        num_full = min(len(growth.block_ids) - first, len(targets))
         self._waiting_blocks += len(targets)
-        task = asyncio.get_running_loop().create_task(self._read(blocks, lent, first_lent, targets))
+        task = asyncio.get_running_loop().create_task(self._read(blocks, targets))
         self._tasks.add(task)
 
         def on_end(task: "asyncio.Task[None]") -> None:
@@ -177,22 +140,18 @@ class PeerSource:
         task.add_done_callback(on_end)
         return _Load(task)
 
-    async def _read(
-        self, blocks: HashArray, lent: LentBlocks, first_lent: int, targets: Sequence[BlockId]
-    ) -> None:
+    async def _read(self, blocks: HashArray, targets: Sequence[BlockId]) -> None:
         assert self.origin is not None, "connected"
         assert self.growth.pin_id is not None, "it has blocks"
         loop = asyncio.get_running_loop()
-        begun_s, self.asked_s = loop.time() if self.asked_s is None else self.asked_s, None
+        begun_s = loop.time()
         try:
-            await self._reader.read(self.origin, self.growth.pin_id, targets, blocks, lent)
+            await self._reader.read(self.origin, self.growth.pin_id, targets, blocks)
         except asyncio.CancelledError:  # it was no quicker than this
             self._speed.measure_overlapping(len(targets), begun_s, loop.time())
             raise
         except PenstockError as error:
             self.num_corrupt += isinstance(error, ChecksumMismatch)
-            if isinstance(error, LentMismatch):
-                self.wrong += [first_lent + index for index in error.wrong]
             self.error = error
         except Exception as error:  # noqa: BLE001 - a bug or a malformed handle fails this prompt alone
             _log.exception("kv_read_failed", prefill_worker=self.origin.worker_id)

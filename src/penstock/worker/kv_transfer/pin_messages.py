@@ -6,7 +6,7 @@ import msgspec
 
 from penstock.core.ids import PinId
 from penstock.core.types.requests import TRANSFER_ID_BYTES
-from penstock.core.wire import PackedHashes, Wire
+from penstock.core.wire import Wire
 
 TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
 
@@ -25,7 +25,6 @@ class PinGrown(Wire, frozen=True, tag="pin_grown"):
     block_ids:   packed little-endian uint32
     is_whole:    no more blocks follow
     tail_tokens: if not 0, the last of `block_ids` is the partial block after the full ones, with so many tokens
-    lent:        packed `LENT_BLOCK`: the blocks after `block_ids`, which are in the host tier; regions are the agent's
     """
 
     pin_id: PinId
@@ -34,19 +33,6 @@ class PinGrown(Wire, frozen=True, tag="pin_grown"):
     block_ids: bytes
     is_whole: bool
     tail_tokens: int = 0
-    lent: bytes = b""
-
-
-class PinAsk(Wire, frozen=True, tag="pin_ask"):
-    """To another worker: pin the leading blocks of these on its device, and those after them in its host tier.
-
-    `PinGrown` answers, or `PinHeld` if there are none.
-
-    block_hashes: packed as in `Request`; the first may be in the middle of a prompt
-    """
-
-    block_hashes: PackedHashes
-    read_id: int
 
 
 class PinCheck(Wire, frozen=True, tag="pin_check"):
@@ -68,14 +54,10 @@ class PinHeld(Wire, frozen=True, tag="pin_held"):
 
 
 class PinRead(Wire, frozen=True, tag="pin_read"):
-    """To a prefill worker: unpin the blocks; they were read, or are not needed. No answer.
-
-    wrong: packed little-endian uint32, indexes in `lent` of blocks that arrived with another checksum than theirs
-    """
+    """To a prefill worker: unpin the blocks; they were read, or are not needed. No answer."""
 
     pin_id: PinId
-    wrong: bytes = b""
 
 
-PinMessage = PinFollow | PinAsk | PinGrown | PinCheck | PinHeld | PinRead
+PinMessage = PinFollow | PinGrown | PinCheck | PinHeld | PinRead
 PIN_MESSAGES: msgspec.msgpack.Decoder[PinMessage] = msgspec.msgpack.Decoder(PinMessage)

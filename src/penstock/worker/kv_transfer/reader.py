@@ -9,14 +9,13 @@ from itertools import count
 import numpy as np
 
 from penstock.core.descriptors import Descriptors, MemoryKind, TransferOp
-from penstock.core.errors import ChecksumMismatch, PenstockError, PinExpired, ProtocolError
+from penstock.core.errors import PenstockError, PinExpired, ProtocolError
 from penstock.core.ids import BlockId, PinId, WorkerId
 from penstock.core.types.kv.exchange import KvAccess
-from penstock.core.types.kv.lent import LENT_BLOCK, LentBlocks, no_blocks
 from penstock.core.types.requests import KvHandle
-from penstock.core.wire import HashArray, encode, pack_hashes
+from penstock.core.wire import HashArray, encode
 from penstock.transfer import Peer, TransferAgent
-from penstock.worker.kv_transfer.pin_messages import PinAsk, PinCheck, PinFollow, PinGrown, PinHeld
+from penstock.worker.kv_transfer.pin_messages import PinCheck, PinFollow, PinGrown, PinHeld
 from penstock.worker.kv_transfer.reads import KvReads
 from penstock.worker.kv_transfer.regions import KvRegions
 
@@ -43,7 +42,6 @@ class Growth:
     num_blocks_max: full blocks of the prompt
     block_ids:      (n,) uint32, known so far
     tail:           (0 or 1,) uint32, the partial block
-    lent:           blocks of the other worker's host tier, after `block_ids`
     is_whole:       no more blocks follow
     error:          why no more will come
     changed:        set when anything has changed
@@ -53,43 +51,34 @@ class Growth:
     pin_id: PinId | None = None
     block_ids: HashArray = field(default_factory=lambda: np.zeros(0, dtype="<u4"))
     tail: HashArray = field(default_factory=lambda: np.zeros(0, dtype="<u4"))
-    lent: LentBlocks = field(default_factory=no_blocks)
     is_whole: bool = False
     error: PenstockError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def num_full(self) -> int:
-        """Full blocks that are known."""
-        return len(self.block_ids) + len(self.lent)
 
     def add(self, message: PinGrown) -> None:
         """Add the blocks of a message; a malformed message fails the transfer."""
         if self.is_whole:
             return  # the handle arrived first
-        if len(message.block_ids) % _ID_BYTES or len(message.lent) % LENT_BLOCK.itemsize:
+        if len(message.block_ids) % _ID_BYTES:
             self.fail(
                 ProtocolError(
-                    f"pin {message.pin_id}: {len(message.block_ids)} bytes of block ids and {len(message.lent)} of lent blocks,"
-                    f" expected multiples of {_ID_BYTES} and {LENT_BLOCK.itemsize}"
+                    f"pin {message.pin_id}: {len(message.block_ids)} bytes of block ids, expected a multiple of {_ID_BYTES}"
                 )
             )
             return
-        more, lent = np.frombuffer(message.block_ids, "<u4"), np.frombuffer(message.lent, LENT_BLOCK)
+        more = np.frombuffer(message.block_ids, "<u4")
         if message.tail_tokens:
             more, self.tail = more[:-1], more[-1:]
-        end = message.first + len(more) + len(lent)
-        if message.first != len(self.block_ids) or end > self.num_blocks_max:
+        if message.first != len(self.block_ids) or message.first + len(more) > self.num_blocks_max:
             self.fail(
                 ProtocolError(
-                    f"pin {message.pin_id}: {len(more) + len(lent)} blocks from block {message.first}, after"
+                    f"pin {message.pin_id}: {len(more)} blocks from block {message.first}, after"
                     f" {len(self.block_ids)} of at most {self.num_blocks_max}"
                 )
             )
             return
         self.pin_id = message.pin_id
         self.block_ids = np.concatenate((self.block_ids, more))
-        self.lent = lent
         self.is_whole = message.is_whole
         self.changed.set()
 
@@ -116,16 +105,6 @@ class Growth:
             self.changed.set()
 
 
-class LentMismatch(ChecksumMismatch):
-    """Blocks of a host tier arrived with other bytes than were stored there: `wrong` are their indexes in what was read."""
-
-    def __init__(self, who: str, wrong: Sequence[int]) -> None:
-        super().__init__(
-            f"{len(wrong)} blocks of {who}'s host tier do not match their checksums; they are computed"
-        )
-        self.wrong = tuple(wrong)
-
-
 class Reader:
     """Reads KV for one decode worker. One event loop owns it."""
 
@@ -147,12 +126,7 @@ class Reader:
         self._followed: dict[tuple[str, int], Growth] = {}
 
     async def read(
-        self,
-        origin: Origin,
-        pin_id: PinId,
-        targets: Sequence[BlockId],
-        sources: HashArray,
-        lent: LentBlocks | None = None,
+        self, origin: Origin, pin_id: PinId, targets: Sequence[BlockId], sources: HashArray
     ) -> None:
         """Read blocks, and confirm with the prefill worker that they were pinned until the read was done.
 
@@ -160,11 +134,9 @@ class Reader:
             origin: the prefill worker.
             pin_id: its pin of the blocks.
             targets: (n,) reserved blocks of this worker.
-            sources: (m,) uint32, blocks of the prefill worker's device.
-            lent: (n - m,) blocks of its host tier; the last targets are theirs.
+            sources: (n,) uint32, blocks of the prefill worker.
 
         Raises:
-            LentMismatch: a block of its host tier is not what was stored there.
             ChecksumMismatch: other bytes arrived.
             TransferError: the bytes did not arrive.
             PinExpired: the bytes arrived, but may belong to another prompt.
@@ -174,18 +146,13 @@ class Reader:
         key = peer.name, read_id
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         try:
-            lent = no_blocks() if lent is None else lent
-            ranges = self._regions.all_ranges(origin.source, sources, lent, targets)
+            ranges = self._regions.ranges(origin.source, sources, targets)
             if ranges is None:
                 self._agent.send_notification(peer, done)
             else:
-                await self._move(peer, origin.worker_id, ranges, done, are_summed=not len(sources))
-            is_summed = len(lent) and self._regions.sums_lent
-            wrong = await asyncio.to_thread(self._regions.find_wrong, lent, targets) if is_summed else []
+                await self._move(peer, origin.worker_id, ranges, done)
             if not await self._or_lost(peer, answer):
                 raise PinExpired(f"pin {pin_id} of {peer.name} had expired before its blocks were read")
-            if wrong:
-                raise LentMismatch(peer.name, wrong)
         finally:
             del self._answers[key]
 
@@ -196,33 +163,11 @@ class Reader:
         Raises:
             PeerLost: there is no link to the prefill worker.
         """
-        with self._told_of(peer, growth) as read_id:
-            self._agent.send_notification(peer, encode(PinFollow(transfer_id=transfer_id, read_id=read_id)))
-            yield
-
-    async def ask(self, peer: Peer, block_hashes: HashArray) -> Growth:
-        """Have another worker pin the leading blocks of these that it has cached; waits for its answer, without a timeout.
-
-        Raises:
-            PinExpired: it has none of them.
-            PeerLost: there is no link to it.
-            ProtocolError: it sent a malformed message.
-        """
-        growth = Growth(len(block_hashes))
-        with self._told_of(peer, growth) as read_id:
-            asked = PinAsk(block_hashes=pack_hashes(block_hashes), read_id=read_id)
-            self._agent.send_notification(peer, encode(asked))
-            while not growth.is_whole:
-                await self.next_blocks(peer, growth)
-        return growth
-
-    @contextmanager
-    def _told_of(self, peer: Peer, growth: Growth) -> Iterator[int]:
-        """Have `growth` collect what a worker says of a new read id, while the context lasts."""
         read_id = next(self._read_ids)
         self._followed[peer.name, read_id] = growth
         try:
-            yield read_id
+            self._agent.send_notification(peer, encode(PinFollow(transfer_id=transfer_id, read_id=read_id)))
+            yield
         finally:
             del self._followed[peer.name, read_id]
 
@@ -270,19 +215,14 @@ class Reader:
         prefill_worker: WorkerId,
         ranges: tuple[Descriptors, Descriptors],
         done: bytes,
-        *,
-        are_summed: bool,
     ) -> None:
-        """Read ranges, notify the prefill worker with `done`, and count bytes and seconds.
-
-        Where all `are_summed` already, the prefill worker need not sum them again.
-        """
+        """Read ranges, notify the prefill worker with `done`, and count bytes and seconds."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         prepared = self._agent.prepare(*ranges, peer)
         there = peer.infos_of(ranges[1])
         kinds = {region.kind for region in prepared.regions} | {info.kind for info in there}
-        checksum = self._checksum and not are_summed and MemoryKind.VRAM not in kinds
+        checksum = self._checksum and MemoryKind.VRAM not in kinds
         moving = prepared.post(TransferOp.READ, notify=done, checksum=checksum)
         await moving.complete()
         moved = moving.telemetry

@@ -3,20 +3,15 @@
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 from numpy.typing import ArrayLike
 
-from penstock.core.descriptors import MAIN_MEMORY, Descriptors
+from penstock.core.descriptors import Descriptors
 from penstock.core.errors import ConfigError, TransferError, TransferRefused
-from penstock.core.ids import BlockId
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv.exchange import KvAccess
 from penstock.core.types.kv.layout import KvLayout
-from penstock.core.types.kv.lent import LentBlocks
 from penstock.core.wire import encode
-from penstock.kv.device_blocks import BlockSpan
 from penstock.transfer import Access, TransferAgent
-from penstock.transfer.regions.checksum import checksum_ranges
 from penstock.transfer.reshard.moves import ReshardPlan, mismatch, plan, region_bytes
 
 _PLANS_MAX = 64
@@ -30,7 +25,6 @@ class KvRegions:
     Attributes:
         ids: region ids by rank, in the layout's order; empty before `register`.
         transports: transports that reach every region.
-        lent_ids: region ids of the host tier's memory; empty if it is not lent.
     """
 
     def __init__(self, info: EngineInfo) -> None:
@@ -41,10 +35,6 @@ class KvRegions:
         self._encoded = b"" if info.kv_layout is None else encode(info.kv_layout)
         self.ids: tuple[tuple[int, ...], ...] = ()
         self.transports: tuple[str, ...] = ()
-        self.lent_ids: tuple[int, ...] = ()
-        self._span: BlockSpan | None = None
-        self._address = 0
-        """Of the KV memory, if blocks of it can be summed."""
 
     def register(self, memory: Sequence[Sequence[object]], agent: TransferAgent) -> None:
         """Register an engine's KV memory with an entered agent.
@@ -75,69 +65,9 @@ class KvRegions:
                 " the engine's KV memory; allow others, `penstock doctor` says which work, or leave it out"
             )
 
-        if [len(regions) for regions in registered] == [1]:
-            self._span = BlockSpan.of(self._layout)
-            region = registered[0][0].region
-            self._address = region.address if region.kind in MAIN_MEMORY else 0
-
-    def register_lent(self, memory: Sequence[object], agent: TransferAgent) -> None:
-        """Register the memory of the host tier, which is lent from then on."""
-        self.lent_ids = tuple(
-            agent.register(region, f"kv-host-{number}", access=Access.READ).region_id
-            for number, region in enumerate(memory)
-        )
-
-    def pack_lent(self, blocks: LentBlocks) -> bytes:
-        """Encode blocks of the host tier for another worker."""
-        packed = blocks.copy()
-        packed["region"] = np.array(self.lent_ids, "<u4")[blocks["region"]]
-        return packed.tobytes()
-
-    @property
-    def sums_lent(self) -> bool:
-        """Whether blocks of another worker's host tier can be verified here."""
-        return bool(self._address)
-
-    def find_wrong(self, lent: LentBlocks, targets: Sequence[BlockId]) -> list[int]:
-        """Return the indexes of lent blocks that are not in the last of (n,) target blocks as they were stored; call it on a thread."""
-        assert self._span is not None, "they were read"
-        targets = targets[len(targets) - len(lent) :]
-        lengths = np.full(len(lent), self._span.block_bytes, np.uint64)
-        sums = checksum_ranges(self._span.offsets(targets) + np.uint64(self._address), lengths)
-        return [int(index) for index in np.flatnonzero(sums != lent["sum"])]
-
     def source(self, agent: bytes) -> KvAccess:
         """Describe how to read this worker's KV; `agent` is its agent's metadata."""
         return KvAccess(agent=agent, layout=self._encoded, regions=self.ids)
-
-    def all_ranges(
-        self, source: KvAccess, source_blocks: ArrayLike, lent: LentBlocks, target_blocks: Sequence[BlockId]
-    ) -> tuple[Descriptors, Descriptors] | None:
-        """List the ranges of blocks of a worker's device, as `ranges` does, and of blocks of its host tier after those.
-
-        Args:
-            source: the worker's KV memory.
-            source_blocks: (m,) block ids of its device.
-            lent: (n - m,) blocks of its host tier.
-            target_blocks: (n,) block ids of this worker.
-        """
-        num_device = len(target_blocks) - len(lent)
-        ranges = self.ranges(source, source_blocks, target_blocks[:num_device]) if num_device else None
-        if not len(lent):
-            return ranges
-        span = self._span
-        if span is None or not self._is_alike(source.layout):
-            raise TransferRefused("its host tier keeps blocks in another layout than this engine")
-        here = Descriptors.of(self.ids[0][0], span.offsets(target_blocks[num_device:]), span.block_bytes)
-        lengths = np.full(len(lent), span.block_bytes, np.uint64)
-        there = Descriptors(lent["region"].astype(np.uint64), lent["offset"].astype(np.uint64), lengths)
-        if ranges is None:
-            return here, there
-        return Descriptors.joined((ranges[0], here)), Descriptors.joined((ranges[1], there))
-
-    def _is_alike(self, encoded: bytes) -> bool:
-        """Say whether a worker's blocks are byte by byte like those of this one."""
-        return self._layout is not None and _decoded(encoded).of_a_block() == self._layout.of_a_block()
 
     def ranges(
         self, source: KvAccess, source_blocks: ArrayLike, target_blocks: ArrayLike

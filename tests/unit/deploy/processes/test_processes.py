@@ -8,22 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.load import WorkerLoad
-from penstock.demo import MODEL_DIR
 from penstock.deploy.causes import cause_of
 from penstock.deploy.messages import Beat, Failed
-from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.processes.process import set_name
 from penstock.deploy.processes.report import report_of
 from penstock.deploy.processes.tracing import tracing
-from penstock.deploy.processes.worker_process import check_peers, pulse
+from penstock.deploy.processes.worker_process import pulse
 from penstock.deploy.supervisor.child import command_line
-from penstock.engine.paged.model.checkpoint import Checkpoint
-from penstock.engine.registry import create_engine
-from penstock.graph import Graph, RoleSpec
 from penstock.runtime import spans
 from penstock.runtime.config import TracingConfig
 
@@ -74,20 +68,6 @@ def test_a_report_says_whether_a_restart_may_help(error, report):
 )
 def test_a_heartbeat_says_how_far_the_engine_is(load, beat):
     assert pulse(SimpleNamespace(load=lambda: load)) == beat
-
-
-@pytest.mark.parametrize(
-    ("engine", "peers", "warns"), [("openai", True, True), ("openai", False, False), ("mock", True, False)]
-)
-def test_peers_of_an_engine_that_shows_no_blocks_are_warned_of(engine, peers, warns):
-    graph = Graph.model_validate({"model": "m", "worker": {"kv_transfer": {"peers": peers}}})
-    args = {"engine_args": {"url": "http://127.0.0.1:1"}} if engine == "openai" else {}
-    role = RoleSpec(engine=engine, **args)
-    made = create_engine(engine, engine_spec(graph, role, Checkpoint.open(str(MODEL_DIR))))
-    with capture_logs() as logged:
-        check_peers(graph, role, made)
-    assert [line["event"] for line in logged] == ["kv_peers_without_effect"] * warns
-    assert all("use engine paged or mock" in line["fix"] for line in logged)
 
 
 def test_traces_without_the_extra_are_refused_with_what_to_install(monkeypatch):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.support.cluster import small_card
-from tests.support.kv_pairs import CARD, LAYOUT, at, costly, lending, pairs, worker
+from tests.support.kv_pairs import CARD, LAYOUT, at, costly, pairs, worker
 
 
 def mask(*slots, of=4):
@@ -78,32 +78,3 @@ def test_who_is_alone_on_its_host_is_read_from_others_only():
     assert found.kinds(3).decode_workers(0)[1:].tolist() == [True, False]
     assert not found.prefill_workers(mask(0, of=3), mask(2, of=3)).any()
     found.check()
-
-
-def lent(made, reader, device, host=None):
-    device = np.array(device, np.int32)
-    return made.lent(reader, device, np.array(host or [0] * len(device), np.int32)).tolist()
-
-
-def test_what_others_lend_is_counted_by_worker():
-    made = pairs(lending("d0"), lending("d1"), lending("p2"), worker("d3"))
-    assert lent(made, 0, [2, 5, 7, 9]) == [0, 5, 7, 0], "not its own, and the fourth lends nothing"
-    assert lent(made, 3, [2, 5, 7, 0]) == [0, 0, 0, 0], "it loads from nobody"
-    assert lent(made, 0, [0, 5, 7, 9, 8]) == [0, 5, 7, 0, 0], "the fifth slot is free"
-    assert lent(made, 0, [0, 5, 0, 0], [3, 2, 4, 9]) == [0, 7, 4, 0], "their hosts' memory too"
-
-
-def test_what_lies_in_a_host_counts_where_blocks_are_alike_byte_by_byte():
-    made = pairs(lending("d0"), lending("d1", tp=2))
-    assert lent(made, 0, [0, 5], [0, 3]) == [0, 5]
-    assert lent(made, 1, [5, 0], [3, 0]) == [5, 0]
-
-
-def test_those_with_the_most_to_lend_are_listed_first_with_what_each_other_worker_may_load():
-    made = pairs(lending("d0"), lending("d1", b"two"), lending("d2"), worker("d3"))
-    device, host = np.array([2, 9, 5, 99], np.int32), np.array([1, 0, 0, 0], np.int32)
-    listed = [(slot, blocks.tolist()) for slot, blocks in made.lenders(device, host, 3)]
-    assert listed == [(1, [0, 0, 0, 0]), (2, [5, 0, 0, 0]), (0, [0, 0, 3, 0])], "d1 is elsewhere without tcp"
-    assert [slot for slot, _ in made.lenders(device, host, 1)] == [1]
-    assert made.lenders(0 * device, 0 * host, 3) == []
-    assert pairs(lending("d0"), worker("d1")).lenders(device[:2], host[:2], 3) == [], "nobody reads"

@@ -1,6 +1,5 @@
 """KV transfer capabilities of a worker: how others read its KV, and by which transports it reads theirs."""
 
-from penstock.core.ids import WorkerId
 from penstock.core.wire import Wire
 
 
@@ -18,22 +17,6 @@ class KvAccess(Wire, frozen=True):
     regions: tuple[tuple[int, ...], ...] = ()
 
 
-class KvPeer(Wire, frozen=True):
-    """Another worker that has more of a prompt's KV on its device and in its host tier, as the router knows.
-
-    Attributes:
-        worker_id: of that worker.
-        num_blocks: leading blocks of the prompt there; a request may load them.
-        source: how to read its KV.
-        block_s: seconds to move one block as measured before, or as configured; 0 where the router knows of neither.
-    """
-
-    worker_id: WorkerId
-    num_blocks: int
-    source: KvAccess
-    block_s: float = 0.0
-
-
 class KvExchange(Wire, frozen=True):
     """What a prefill or decode worker registers about KV transfer.
 
@@ -44,7 +27,6 @@ class KvExchange(Wire, frozen=True):
         streams: whether its KV can be read while the prompt is still being computed.
         setups_s: seconds that each of `transports` needs for its first connection to a peer.
         source: how to read its KV; None for a worker that has exported none so far, such as a decode worker.
-        peers: whether it lends cached KV to other workers' requests, and loads theirs (`Request.peer`).
     """
 
     transports: tuple[str, ...]
@@ -53,7 +35,6 @@ class KvExchange(Wire, frozen=True):
     streams: bool = False
     setups_s: tuple[float, ...] = ()
     source: KvAccess | None = None
-    peers: bool = False
 
     @classmethod
     def native(cls, kind: str) -> "KvExchange":
