@@ -1,6 +1,5 @@
 """Workers of one model that may transfer KV, and the pairs that can."""
 
-
 from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import EngineInfo, Instance, Role

@@ -232,7 +232,8 @@ def mutate(data: bytearray, rng: random.Random) -> None:
                 field = rng.choice(list(RECORD.fields))
                 width, offset = RECORD.fields[field][0].itemsize, RECORD.fields[field][1]
                 data[first + offset : first + offset + width] = rng.randbytes(width)
-                if rng.random() < 0.5 and len(data) >= first + RECORD.itemsize:  # by a program, which sealed it
+                # by a program, which sealed it
+                if rng.random() < 0.5 and len(data) >= first + RECORD.itemsize:
                     record = np.frombuffer(data[first : first + RECORD.itemsize], RECORD).copy()
                     seal(record)
                     data[first : first + RECORD.itemsize] = record.tobytes()
