@@ -1,7 +1,7 @@
 """Makes the model card, which frontends need, from a checkpoint's files."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.core.clock import wall_time_s
@@ -11,18 +11,12 @@ from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR, MODEL_NAME
 from penstock.engine.paged.model.checkpoint import Checkpoint, refuse_absent
 from penstock.engine.registry import engine_kind
-from penstock.frontend.text.models import ServedModel
+from penstock.frontend.text.models import ServedModel, text_files
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
 from penstock.perf.model.catalogue import known_shapes
 
-CARD_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "config.json",
-)
-"""Files that frontends may fetch from a worker."""
+_CONFIGS = ("generation_config.json", "config.json")
+"""Files that frontends may fetch from a worker, beside those that make texts."""
 _SALT_BYTES = 16
 
 
@@ -103,7 +97,11 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
         ConfigError: a required file is missing or malformed, or the context is longer than the model's.
     """
     context_length = checkpoint.served_context(graph.context_length)
-    files = tuple(_card_files(checkpoint.path))
+    contents = _card_files(checkpoint.path)
+    files = tuple(
+        CardFile(name=name, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content))
+        for name, content in contents.items()
+    )
     digest = hashlib.sha256(repr((files, role.weight_dtype, role.expert_dtype, role.kv_dtype)).encode())
     if _reads_weights(role):
         digest.update(checkpoint.revision())
@@ -119,7 +117,7 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
         created_s=int(wall_time_s()),
         default_sampling=checkpoint.default_sampling,
     )
-    _check_serves(card, checkpoint.path)
+    _check_serves(card, contents, checkpoint.path)
     return card
 
 
@@ -128,18 +126,16 @@ def _reads_weights(role: RoleSpec) -> bool:
     return engine_kind(role.engine).has_weights
 
 
-def _check_serves(card: ModelCard, directory: Path) -> None:
+def _check_serves(card: ModelCard, contents: dict[str, bytes], directory: Path) -> None:
     """Load the files as frontends do, so that a bad file fails at start and not at the first request."""
     try:
-        ServedModel(card, {file.name: (directory / file.name).read_bytes() for file in card.files})
+        ServedModel(card, contents)
     except (ConfigError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split()).removeprefix(f"model {card.name}: ")
         raise ConfigError(f"{directory}: {reason}") from error
 
 
-def _card_files(directory: Path) -> Iterator[CardFile]:
-    for name in CARD_FILES:
-        path = directory / name
-        if path.is_file():
-            content = path.read_bytes()
-            yield CardFile(name=name, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content))
+def _card_files(directory: Path) -> dict[str, bytes]:
+    """Read the files that frontends may fetch, by name."""
+    configs = (directory / name for name in _CONFIGS)
+    return text_files(directory) | {path.name: path.read_bytes() for path in configs if path.is_file()}

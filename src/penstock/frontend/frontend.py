@@ -349,7 +349,7 @@ class Frontend:
             PenstockError: nobody serves it, or there are several and none is named.
         """
         model = await self.served_model(name)
-        template = model.template
+        template = None if model.templates is None else model.templates.default
         tokens = {} if template is None else template.special_tokens
         return TokenizerInfo(
             tokenizer_class="PreTrainedTokenizerFast",
@@ -414,7 +414,7 @@ class Frontend:
                 int(wall_time_s()),
                 name,
                 isinstance(request, ChatRequest),
-                short_call_ids=prepared.model.format.short_call_ids,
+                short_call_ids=prepared.model.has_short_call_ids,
             ),
             request=request,
             token_bytes=prepared.model.detokenizer.token_bytes,

@@ -5,6 +5,10 @@ import msgspec
 from penstock.core.types.media import MediaKind
 from penstock.core.wire import Wire
 
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+ADDITIONAL_TEMPLATES = "additional_chat_templates/"
+"""Folder of a model's chat templates for other uses, each NAME.jinja."""
+
 
 class CardFile(Wire, frozen=True):
     """A file of a model card, fetched from any worker of the model by its content hash."""
@@ -12,6 +16,11 @@ class CardFile(Wire, frozen=True):
     name: str
     sha256: str
     size_bytes: int
+
+    @property
+    def makes_text(self) -> bool:
+        """Whether the model's prompts and the texts of its answers depend on the file."""
+        return self.name in TEXT_FILES or self.name.startswith(ADDITIONAL_TEMPLATES)
 
 
 class ModelCard(Wire, frozen=True):

@@ -22,7 +22,6 @@ class OutputFormat:
         reasoning: what encloses reasoning; None: nothing does.
         has_channels: every answer has the grammar's marks, with or without tools.
         markers: special tokens that the grammar reads; detokenizing has to show them.
-        short_call_ids: ids of calls are of 9 letters or digits, as the template demands.
     """
 
     family: str
@@ -30,7 +29,6 @@ class OutputFormat:
     reasoning: Tags | None = None
     has_channels: bool = False
     markers: tuple[str, ...] = ()
-    short_call_ids: bool = False
 
 
 def format_of(template: str) -> OutputFormat:
@@ -42,7 +40,7 @@ def format_of(template: str) -> OutputFormat:
         return OutputFormat("deepseek", deepseek.read, THINK, markers=(*deepseek.MARKERS, *_THINK))
     if mistral.CALLS in template:
         tags = MISTRAL_THINK if MISTRAL_THINK.begin in template else think
-        return OutputFormat("mistral", mistral.read, tags, markers=mistral.MARKERS, short_call_ids=True)
+        return OutputFormat("mistral", mistral.read, tags, markers=mistral.MARKERS)
     if hermes.BEGIN in template:
         return OutputFormat("hermes", hermes.read, think, markers=(hermes.BEGIN, hermes.END, *_THINK))
     if llama.PYTHON_START in template or "func_name" in template:

@@ -163,7 +163,8 @@ def encode_chat(
     Raises:
         RequestError: the template refuses the messages, or they are too long by `LengthBound`.
     """
-    text = _template(model).render([_message(message, model) for message in messages], arguments)
+    template = _template(model, has_tools=bool(arguments and arguments.get("tools")))
+    text = template.prompt([_message(message, template, model) for message in messages], arguments)
     return _encode(model, text, "messages", special=False)  # the template adds the special tokens
 
 
@@ -174,8 +175,9 @@ def template_arguments(request: ChatRequest, model: ServedModel) -> dict[str, An
         arguments["documents"] = request.documents
     if request.add_generation_prompt is not None:
         arguments["add_generation_prompt"] = request.add_generation_prompt
-    effort, template = request.reasoning_effort, model.template
-    if (tools := offered_tools(request)) and template is not None:
+    tools, effort = offered_tools(request), request.reasoning_effort
+    template = None if model.templates is None else model.templates.of(tools=bool(tools))
+    if tools and template is not None:
         if "tools" not in template.variables:
             raise RequestError(
                 f"tools: the chat template of model {model.card.name!r} has no place for them; leave them out, or send"
@@ -202,19 +204,18 @@ def encode_text(model: ServedModel, text: str, *, special: bool = True) -> Token
 
 def _render(request: ChatRequest, model: ServedModel) -> str:
     """Make the text of a chat's prompt."""
-    template, arguments = _template(model), template_arguments(request, model)
-    messages = [_message(message, model) for message in request.messages]
-    if request.continue_final_message:
-        return template.render_open(messages, arguments)
-    return template.render(messages, arguments)
+    arguments = template_arguments(request, model)
+    template = _template(model, has_tools="tools" in arguments)
+    messages = [_message(message, template, model) for message in request.messages]
+    return template.prompt(messages, arguments, continues=bool(request.continue_final_message))
 
 
-def _template(model: ServedModel) -> ChatTemplate:
-    if model.template is None:
+def _template(model: ServedModel, *, has_tools: bool) -> ChatTemplate:
+    if model.templates is None:
         raise RequestError(
             f"messages: model {model.card.name!r} has no chat template; use /v1/completions", param="messages"
         )
-    return model.template
+    return model.templates.of(tools=has_tools)
 
 
 def _media(request: ChatRequest, model: ServedModel) -> tuple[MediaPart, ...]:
@@ -237,9 +238,9 @@ def _media(request: ChatRequest, model: ServedModel) -> tuple[MediaPart, ...]:
     return tuple(found)
 
 
-def _message(message: Message, model: ServedModel) -> dict[str, Any]:
+def _message(message: Message, template: ChatTemplate, model: ServedModel) -> dict[str, Any]:
     content = message.content if message.content is not None else message.refusal or ""
-    fields: dict[str, Any] = {"role": message.role, "content": _content(content, model)}
+    fields: dict[str, Any] = {"role": message.role, "content": _content(content, template, model)}
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
         fields["reasoning_content"] = reasoning
     if message.name is not None:
@@ -251,10 +252,10 @@ def _message(message: Message, model: ServedModel) -> dict[str, Any]:
     return fields
 
 
-def _content(content: str | list[ContentPart], model: ServedModel) -> str | list[dict[str, str]]:
+def _content(
+    content: str | list[ContentPart], template: ChatTemplate, model: ServedModel
+) -> str | list[dict[str, str]]:
     """Make a content of the form that the template takes, as vLLM chooses it."""
-    template = model.template
-    assert template is not None, "checked"
     if isinstance(content, str) and (template.takes_strings or not template.takes_parts):
         return content
     parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content

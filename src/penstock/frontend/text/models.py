@@ -6,24 +6,23 @@ A model card's files are fetched from its workers once, by content hash, and cac
 import asyncio
 import copy
 from collections import OrderedDict
+from pathlib import Path
 
 import msgspec
 from tokenizers import Tokenizer
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.log import get_logger
-from penstock.core.types.cards import ModelCard
+from penstock.core.types.cards import ADDITIONAL_TEMPLATES, TEXT_FILES, ModelCard
 from penstock.frontend.errors import UnknownModelError
 from penstock.frontend.parsing.families import format_of
 from penstock.frontend.text.detokenize import Detokenizer
 from penstock.frontend.text.length import LengthBound
-from penstock.frontend.text.template import ChatTemplate
+from penstock.frontend.text.template import ChatTemplates
 from penstock.frontend.text.words import WordTokens
 from penstock.seams import RequestDispatcher
 
 TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
 
 _log = get_logger()
 
@@ -49,8 +48,9 @@ class ServedModel:
         self.tokenizer.no_padding()
         self.words = WordTokens(self.tokenizer, files[TOKENIZER])
         """Tokenizes texts, with the tokens of words cached."""
-        self.template = ChatTemplate.load(files.get(TOKENIZER_CONFIG), files.get(CHAT_TEMPLATE))
-        self.format = format_of("" if self.template is None else self.template.source)
+        self.templates = ChatTemplates.load(files)
+        """Chat templates; None if the model has none."""
+        self.format = format_of("" if self.templates is None else self.templates.source)
         """How the model writes reasoning and tool calls."""
         marked = Detokenizer(self.tokenizer, files[TOKENIZER], self.format.markers)
         self.marked_detokenizer = marked if marked.shows_more else self.detokenizer
@@ -60,6 +60,11 @@ class ServedModel:
         """Card whose files are loaded; an adapter has its base model's."""
         self.defaults = dict(card.default_sampling)
         self.num_token_ids = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def has_short_call_ids(self) -> bool:
+        """Whether the chat template takes only ids of calls of nine letters or digits."""
+        return self.templates is not None and not self.templates.tool_use.rules.long_call_ids
 
     def adapted(self, card: ModelCard) -> "ServedModel":
         """Copy the model for a LoRA adapter or a tenant: another card, everything else shared."""
@@ -114,11 +119,8 @@ class ModelCache:
         Raises:
             PenstockError: the workers cannot send them now.
         """
-        names = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
         return {
-            file.name: await self._dispatcher.fetch_file(card, file)
-            for file in card.files
-            if file.name in names
+            file.name: await self._dispatcher.fetch_file(card, file) for file in card.files if file.makes_text
         }
 
     def card(self, name: str) -> ModelCard:
@@ -156,8 +158,27 @@ class ModelCache:
         model = self._models[_undated(card)] = await asyncio.to_thread(ServedModel, card, files)
         while len(self._models) > self._models_max:
             self._models.popitem(last=False)
-        _log.info("model_loaded", model=card.name, context_tokens=card.context_length)
+        adapts = [] if model.templates is None else model.templates.default.rules.lacking
+        _log.info("model_loaded", model=card.name, context_tokens=card.context_length, template_lacks=adapts)
         return model
+
+
+def text_files(directory: Path) -> dict[str, bytes]:
+    """Read the files of a model on which its texts depend (`CardFile.makes_text`), by name.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    additional = sorted((directory / ADDITIONAL_TEMPLATES).glob("*.jinja"))
+    files = {}
+    for name in (*TEXT_FILES, *(ADDITIONAL_TEMPLATES + path.name for path in additional)):
+        try:
+            files[name] = (directory / name).read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"{directory / name}: {error.strerror}") from error
+    return files
 
 
 def _undated(card: ModelCard) -> ModelCard:

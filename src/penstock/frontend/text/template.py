@@ -2,8 +2,9 @@
 
 import datetime as dt
 import json
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -15,9 +16,17 @@ import msgspec
 
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, RequestError
+from penstock.core.types.cards import ADDITIONAL_TEMPLATES, TEXT_FILES
+from penstock.frontend.text.conversation import Conversation, TemplateRules, adapted, marked, probed, unseen
 
+_Kind = TypeVar("_Kind")
+_TOKENIZER_CONFIG, _JINJA, _PROCESSOR = TEXT_FILES[1:]
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _PROBE = "shown as text"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 RESERVED = frozenset(
     {*_SPECIAL_TOKENS, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
 )
@@ -29,6 +38,13 @@ class _NamedTemplate(msgspec.Struct):
     template: str
 
 
+_Given = str | list[_NamedTemplate] | None
+
+
+class _ProcessorConfig(msgspec.Struct):
+    chat_template: _Given = None
+
+
 class _SpecialToken(msgspec.Struct):
     content: str
 
@@ -36,7 +52,7 @@ class _SpecialToken(msgspec.Struct):
 class TokenizerConfig(msgspec.Struct):
     """The fields of tokenizer_config.json that a chat template needs."""
 
-    chat_template: str | list[_NamedTemplate] | None = None
+    chat_template: _Given = None
     bos_token: str | _SpecialToken | None = None
     eos_token: str | _SpecialToken | None = None
     unk_token: str | _SpecialToken | None = None
@@ -66,33 +82,43 @@ class ChatTemplate:
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
         """Variables that the template reads, such as `tools` or `enable_thinking`."""
         self.special_tokens = special_tokens
+        self._probe_arguments: dict[str, Any] = {}
         self.takes_strings = self._shows(_PROBE)
         """Whether a message's content may be a string."""
         self.takes_parts = self._shows([{"type": "text", "text": _PROBE}])
         """Whether a message's content may be a list of parts, where images are."""
+        if not (self.takes_strings or self.takes_parts) and "tools" in self.variables:
+            self._probe_arguments["tools"] = [_PROBE_TOOL]  # a template for tools alone
+            self.takes_strings = self._shows(_PROBE)
+        self.rules = probed(self._probed)
+        """What it takes of the messages that the API allows."""
 
-    @classmethod
-    def load(cls, tokenizer_config: bytes | None, template_file: bytes | None) -> "ChatTemplate | None":
-        """Load the template of a model; a template file takes precedence over tokenizer_config.json.
+    def prompt(
+        self, messages: Conversation, arguments: dict[str, Any] | None = None, *, continues: bool = False
+    ) -> str:
+        """Render messages, in a form that the template takes, as `render` or, with `continues`, as `render_open`.
 
         Raises:
-            ConfigError: tokenizer_config.json or the template is malformed.
+            RequestError: the template refuses these messages, or leaves one out.
         """
-        try:
-            config = msgspec.json.decode(tokenizer_config or b"{}", type=TokenizerConfig)
-        except ValueError as error:
-            raise ConfigError(f"tokenizer_config.json: {error}") from error
-        source = template_file.decode() if template_file is not None else _default(config.chat_template)
-        if source is None:
-            return None
-        tokens = {
-            name: token if isinstance(token, str) else token.content
-            for name in _SPECIAL_TOKENS
-            if (token := getattr(config, name)) is not None
-        }
-        return cls(source, tokens)
+        problem: RequestError | None = None
+        for rules in dict.fromkeys((self.rules, self.rules.strictest())):
+            try:
+                made = adapted(messages, rules)
+                text = (self.render_open if continues else self.render)(made, arguments)
+            except RequestError as error:
+                problem = problem or error
+                continue
+            index = unseen(messages, text)
+            if index is not None or not (rules.tools or all(each["role"] != "tool" for each in messages)):
+                index = self._left_out(messages, rules, arguments)
+            if index is None:
+                return text
+            problem = problem or _left_out(index, messages[index])
+        assert problem is not None, "there is a rule at least"
+        raise problem
 
-    def render(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None) -> str:
+    def render(self, messages: Conversation, arguments: dict[str, Any] | None = None) -> str:
         """Render messages up to the start of the assistant's answer.
 
         Args:
@@ -117,13 +143,13 @@ class ChatTemplate:
                 f"messages: the model's chat template refuses them: {error}", param="messages"
             ) from error
 
-    def render_open(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]) -> str:
+    def render_open(self, messages: Conversation, arguments: dict[str, Any] | None = None) -> str:
         """Render messages up to the end of the last one's content, so that the model continues it.
 
         Raises:
             RequestError: the template refuses these messages, or does not show the last one's content as it is.
         """
-        text = self.render(messages, {**arguments, "add_generation_prompt": False})
+        text = self.render(messages, {**(arguments or {}), "add_generation_prompt": False})
         content = str(messages[-1]["content"])
         shown = content.strip()
         at = text.rfind(shown) if shown else -1
@@ -136,20 +162,115 @@ class ChatTemplate:
         end = at + len(shown)
         return text[:end] + (kept if text.startswith(kept, end) else "")
 
+    def _left_out(
+        self, messages: Conversation, rules: TemplateRules, arguments: dict[str, Any] | None
+    ) -> int | None:
+        """Give the index of the first message that is left out, whatever it says: a template may write a text otherwise, as in JSON."""
+        marks = marked(messages)
+        try:
+            return unseen(marks, self.render(adapted(marks, rules), arguments), in_order=False)
+        except RequestError:  # the template reads texts, and knows no marks
+            return None
+
     def _shows(self, content: Any) -> bool:
         """Say whether the template shows the text of such a content, and not its Python form."""
         try:
-            text = self.render([{"role": "user", "content": content}])
+            text = self.render([{"role": "user", "content": content}], self._probe_arguments)
         except RequestError:
             return False
         return _PROBE in text and f"'{_PROBE}'" not in text
 
+    def _probed(self, messages: Conversation) -> str:
+        """Render a conversation of texts; "" where the template refuses it."""
+        if self.takes_parts and not self.takes_strings:
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages
+            ]
+        try:
+            return self.render(messages, self._probe_arguments)
+        except RequestError:
+            return ""
 
-def _default(template: str | list[_NamedTemplate] | None) -> str | None:
-    if template is None or isinstance(template, str):
-        return template
-    by_name = {named.name: named.template for named in template}
-    return by_name.get("default") or next(iter(by_name.values()), None)
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplates:
+    """The chat templates of a model: most models have one."""
+
+    default: ChatTemplate
+    tool_use: ChatTemplate
+
+    @classmethod
+    def load(cls, files: Mapping[str, bytes]) -> Self | None:
+        """Load the templates of a model; None if it has none.
+
+        Args:
+            files: those of the model by name; the others are not read.
+
+        Raises:
+            ConfigError: a file or a template is malformed.
+        """
+        config = _decoded(files, _TOKENIZER_CONFIG, TokenizerConfig)
+        sources = _sources(files, config)
+        if not sources:
+            return None
+        tokens = {
+            name: token if isinstance(token, str) else token.content
+            for name in _SPECIAL_TOKENS
+            if (token := getattr(config, name)) is not None
+        }
+        source = sources.get("default") or next(iter(sources.values()))
+        default = ChatTemplate(source, tokens)
+        with_tools = sources.get("tool_use", source)
+        return cls(default, default if with_tools == source else ChatTemplate(with_tools, tokens))
+
+    def of(self, *, tools: bool) -> ChatTemplate:
+        """Choose by whether a request offers tools, as transformers does."""
+        return self.tool_use if tools else self.default
+
+    @property
+    def source(self) -> str:
+        """The Jinja of them all."""
+        return "\n".join(dict.fromkeys((self.default.source, self.tool_use.source)))
+
+
+def _sources(files: Mapping[str, bytes], config: TokenizerConfig) -> dict[str, str]:
+    """Give the templates by name. Jinja files go before a processor's JSON, and that before the tokenizer's configuration."""
+    named = {
+        name.removeprefix(ADDITIONAL_TEMPLATES).removesuffix(".jinja"): content
+        for name, content in files.items()
+        if name.startswith(ADDITIONAL_TEMPLATES)
+    }
+    if _JINJA in files:
+        named["default"] = files[_JINJA]
+    found: dict[str, str] = {}
+    for given in (
+        _by_name(config.chat_template),
+        _by_name(_decoded(files, _PROCESSOR, _ProcessorConfig).chat_template),
+        {name: content.decode() for name, content in named.items()},
+    ):
+        found = given if "default" in given else found | given
+    return found
+
+
+def _by_name(given: _Given) -> dict[str, str]:
+    if given is None or isinstance(given, str):
+        return {"default": given} if given is not None else {}
+    return {each.name: each.template for each in given}
+
+
+def _decoded(files: Mapping[str, bytes], name: str, kind: type[_Kind]) -> _Kind:
+    try:
+        return msgspec.json.decode(files.get(name, b"{}"), type=kind)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _left_out(index: int, message: dict[str, Any]) -> RequestError:
+    return RequestError(
+        f"messages[{index}]: the model's chat template leaves out what this message of role {message['role']!r} says; leave"
+        " it out, or say it in a message of role 'user'",
+        param=f"messages[{index}]",
+    )
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -27,7 +27,6 @@ from penstock.router.workers.traffic import Traffic
 
 _FORMER_MAX = 4
 """Former canonical cards whose requests are recognized; a request waits for minutes at most."""
-_TEXT_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"})
 _Vote = tuple[ModelCard, bool]
 """A member's card, and whether it stays. A draining member, or another deployment, counts only while no member stays."""
 
@@ -304,7 +303,7 @@ def _is_of(request: Request, card: ModelCard) -> bool:
 
 
 def _text_of(card: ModelCard) -> frozenset[CardFile]:
-    return frozenset(file for file in card.files if file.name in _TEXT_FILES)
+    return frozenset(file for file in card.files if file.makes_text)
 
 
 def _named(card: ModelCard) -> str:

@@ -11,7 +11,7 @@ from penstock.frontend.text.blocks import Blocks, Kind
 from penstock.frontend.text.detokenize import Detokenizer
 from penstock.frontend.text.events import TextEvent
 from penstock.frontend.text.stops import StopFinder
-from penstock.frontend.text.template import ChatTemplate
+from penstock.frontend.text.template import ChatTemplate, ChatTemplates
 from tests.support.tokenizer import tiny_tokenizer_json
 
 
@@ -225,25 +225,34 @@ def test_a_malformed_template_says_where() -> None:
 
 
 NAMED = [{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "chat"}]
+JINJA, PROCESSOR = "chat_template.jinja", "chat_template.json"
+TOOL_USE = "additional_chat_templates/tool_use.jinja"
 
 
 @pytest.mark.parametrize(
-    ("config", "file", "said"),
+    ("config", "files", "said", "with_tools"),
     [
-        ({"chat_template": "config", "eos_token": {"content": "</s>"}}, b"file {{ eos_token }}", "file </s>"),
-        ({"chat_template": "config"}, None, "config"),
-        ({"chat_template": NAMED}, None, "chat"),
-        ({}, None, None),
-        (None, None, None),
+        ({"chat_template": "config", "eos_token": {"content": "</s>"}}, {JINJA: b"file {{ eos_token }}"}, "file </s>", "file </s>"),
+        ({"chat_template": "config"}, {}, "config", "config"),
+        ({"chat_template": NAMED}, {}, "chat", "tool"),
+        ({"chat_template": NAMED}, {JINJA: b"file"}, "file", "file"),
+        ({"chat_template": "config"}, {TOOL_USE: b"tools"}, "config", "tools"),
+        ({}, {JINJA: b"file", TOOL_USE: b"tools"}, "file", "tools"),
+        ({"chat_template": "config"}, {PROCESSOR: b'{"chat_template": "json"}'}, "json", "json"),
+        ({}, {PROCESSOR: b'{"chat_template": "json"}', JINJA: b"file"}, "file", "file"),
+        ({"chat_template": NAMED[:1]}, {}, "tool", "tool"),
+        ({}, {PROCESSOR: b"{}"}, None, None),
     ],
-)
-def test_the_file_goes_before_the_configuration_and_the_default_before_other_names(
-    config: dict[str, object] | None, file: bytes | None, said: str | None
+)  # fmt: skip
+def test_a_template_is_chosen_as_transformers_does(
+    config: dict[str, object], files: dict[str, bytes], said: str | None, with_tools: str | None
 ) -> None:
-    loaded = ChatTemplate.load(None if config is None else json.dumps(config).encode(), file)
-    assert (None if loaded is None else loaded.render(USER)) == said
+    loaded = ChatTemplates.load({"tokenizer_config.json": json.dumps(config).encode(), **files})
+    rendered = [None if loaded is None else loaded.of(tools=tools).render(USER) for tools in (False, True)]
+    assert rendered == [said, with_tools]
 
 
-def test_a_malformed_configuration_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
-        ChatTemplate.load(b"{", None)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
+def test_a_malformed_configuration_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ChatTemplates.load({name: b"{"})

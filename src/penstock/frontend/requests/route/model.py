@@ -6,12 +6,12 @@ from typing import Any, Self
 
 import msgspec
 
-from penstock.core.errors import ConfigError, RequestError
+from penstock.core.errors import RequestError
 from penstock.core.types.cards import ModelCard
 from penstock.core.wire import TokenArray
 from penstock.frontend.openai.bodies import Message
 from penstock.frontend.requests.encoding import encode_chat, encode_text
-from penstock.frontend.text.models import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, ServedModel
+from penstock.frontend.text.models import ServedModel, text_files
 
 
 class RouteModel:
@@ -35,17 +35,8 @@ class RouteModel:
         Raises:
             ConfigError: a file is missing or malformed.
         """
-        files = {}
-        for name in (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE):
-            path = Path(directory) / name
-            try:
-                files[name] = path.read_bytes()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise ConfigError(f"{path}: {error.strerror}") from error
         card = ModelCard(name=names[0], context_length=context_length, block_size=1, salt=b"")
-        return cls(ServedModel(card, files), directory, names)
+        return cls(ServedModel(card, text_files(Path(directory))), directory, names)
 
     @property
     def context_length(self) -> int:
