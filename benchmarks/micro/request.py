@@ -28,7 +28,7 @@ from penstock.bench.report import Report
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.net.framing import FrameReader
-from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.cards import TEXT_FILES, CardFile, ModelCard
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
 from penstock.core.types.requests import Delta, FinishReason
 from penstock.core.wire import pack_tokens
@@ -36,7 +36,6 @@ from penstock.deploy.processes.frontend_process import GC_THRESHOLDS
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
-from penstock.frontend.text.models import TOKENIZER, TOKENIZER_CONFIG
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
@@ -308,7 +307,7 @@ async def in_process(model: Path) -> AsyncIterator[Clients]:
 
 def _card(model: Path) -> tuple[ModelCard, dict[str, bytes]]:
     """Give the model's card, and its files by their hash."""
-    contents = {name: (model / name).read_bytes() for name in (TOKENIZER, TOKENIZER_CONFIG)}
+    contents = {name: (model / name).read_bytes() for name in TEXT_FILES[:2]}
     files = {sha256(content).hexdigest(): content for content in contents.values()}
     listed = tuple(
         CardFile(name=name, sha256=digest, size_bytes=len(content))

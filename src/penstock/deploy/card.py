@@ -4,8 +4,11 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError
+from penstock.core.log import get_logger
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR, MODEL_NAME
@@ -18,6 +21,7 @@ from penstock.perf.model.catalogue import known_shapes
 _CONFIGS = ("generation_config.json", "config.json")
 """Files that frontends may fetch from a worker, beside those that make texts."""
 _SALT_BYTES = 16
+_log = get_logger()
 
 
 def open_checkpoint(graph: Graph, roles: Mapping[Role, RoleSpec] | None = None) -> Checkpoint:
@@ -117,8 +121,11 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
         created_s=int(wall_time_s()),
         default_sampling=checkpoint.default_sampling,
     )
-    _check_serves(card, contents, checkpoint.path)
-    return card
+    end = _loaded(card, contents, checkpoint.path).turn_end()
+    if end is None or end in card.eos_token_ids:
+        return card
+    _log.info("turn_end_found", model=card.name, token_id=end, others=card.eos_token_ids)
+    return msgspec.structs.replace(card, eos_token_ids=(*card.eos_token_ids, end))
 
 
 def _reads_weights(role: RoleSpec) -> bool:
@@ -126,10 +133,10 @@ def _reads_weights(role: RoleSpec) -> bool:
     return engine_kind(role.engine).has_weights
 
 
-def _check_serves(card: ModelCard, contents: dict[str, bytes], directory: Path) -> None:
+def _loaded(card: ModelCard, contents: dict[str, bytes], directory: Path) -> ServedModel:
     """Load the files as frontends do, so that a bad file fails at start and not at the first request."""
     try:
-        ServedModel(card, contents)
+        return ServedModel(card, contents)
     except (ConfigError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split()).removeprefix(f"model {card.name}: ")
         raise ConfigError(f"{directory}: {reason}") from error

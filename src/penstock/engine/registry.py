@@ -207,6 +207,7 @@ def _paged_settings(spec: EngineSpec) -> dict[str, Any]:
         "kv_blocks": spec.kv_blocks,
         "sharing_engines": spec.sharing_engines,
         "context_length": spec.context_length,
+        "eos_token_ids": spec.eos_token_ids or None,
     }
 
 

@@ -36,8 +36,8 @@ class NodeGroup:
 class EngineSpec:
     """A deployment's settings for an engine of any kind.
 
-    The mock engine takes `context_length`, `vocab_size` and `eos_token_ids` from here. Other engines read them from their
-    checkpoint; only a smaller `context_length` overrides that.
+    The mock engine takes `context_length` and `vocab_size` from here. Other engines read them from their checkpoint; only a
+    smaller `context_length` overrides that. Every engine ends answers at `eos_token_ids`, beside the ends that it knows itself.
     """
 
     model: str

@@ -7,6 +7,7 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.core.types.cards import ModelCard
 from penstock.deploy.card import make_card, open_checkpoint, served_name
+from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.graph import Graph, RoleSpec
 from tests.support.tokenizer import tiny_model_files
 
@@ -35,6 +36,28 @@ def test_the_card_says_what_a_frontend_needs(tmp_path: Path) -> None:
     tokenizer = card.files[0]
     assert (tokenizer.sha256, tokenizer.size_bytes) == (hashlib.sha256(TOKENIZER).hexdigest(), len(TOKENIZER))
     assert len(card.salt) == 16
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("<|{{ m.role }}|>{{ m.reasoning_content }}{{ m.content }}<|end|>", (2, 7, 0)),
+        ("<|{{ m.role }}|>{{ m.content }}", (2, 7)),
+        ("{% if m.reasoning_content %}{{ m.reasoning_content }}<|end|>{% endif %}{{ m.content }}<|end|>", (2, 7)),
+        ("<|user|>{{ m.content }}{% if m.role == 'assistant' %}{{ '<|end|>' if loop.last else '<|tool|>' }}{% endif %}", (2, 7)),
+    ],
+    ids=["ends turns", "has no end", "ends each message of a turn", "ends the conversation"],
+)  # fmt: skip
+def test_the_token_that_a_template_ends_turns_with_ends_answers(
+    tmp_path: Path, template: str, ends: tuple[int, ...]
+) -> None:
+    directory = make(tmp_path / "m")
+    whole = "{% for m in messages %}" + template + "{% endfor %}"
+    (directory / "chat_template.jinja").write_text(whole)
+    graph = Graph(model=str(directory))
+    card = make_card(open_checkpoint(graph), graph, MOCK)
+    assert card.eos_token_ids == ends
+    assert engine_spec(graph, MOCK, open_checkpoint(graph), card=card).eos_token_ids == ends
 
 
 def test_the_salt_follows_contents_and_number_formats_but_not_the_place(tmp_path: Path) -> None:
@@ -102,7 +125,7 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     ("file", "content", "text"),
     [
         ("tokenizer.json", b'{"a": 1}', "tokenizer.json: "),
-        ("tokenizer_config.json", b"[1]", "tokenizer_config.json: Expected `object`, got `array`"),
+        ("tokenizer_config.json", b"[1]", "tokenizer_config.json: must be a JSON object, got list"),
         ("chat_template.jinja", b"{% for x in %}", "chat template: line 1: "),
         ("chat_template.jinja", b"caf\xe9", "'utf-8' codec can't decode byte 0xe9"),
         ("generation_config.json", b'{"top_p": NaN}', "top_p: must be a finite number, got nan"),

@@ -1,5 +1,6 @@
 """Requests to an engine, and the deltas that come back."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from penstock.core.errors import ErrorInfo
@@ -56,6 +57,11 @@ class SamplingParams(Wire, frozen=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
     prompt_logprobs_from: int = 0
+
+    def stops_with(self, eos_token_ids: Iterable[int]) -> list[int]:
+        """Give the tokens that end the output where these are the model's ends, each once."""
+        ends = () if self.ignore_eos else eos_token_ids
+        return list(dict.fromkeys((*self.stop_token_ids, *ends)))
 
 
 class SessionAction(StrEnum):

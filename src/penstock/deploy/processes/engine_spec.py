@@ -67,7 +67,7 @@ def engine_spec(
         vocab_size=_VOCABULARY
         if checkpoint is None
         else checkpoint.text_config.get("vocab_size", _VOCABULARY),
-        eos_token_ids=() if checkpoint is None else checkpoint.eos_token_ids,
+        eos_token_ids=_ends(checkpoint, card),
         kv_blocks=role.kv_blocks,
         kv=role.kv,
         host_part=host_part,
@@ -88,6 +88,12 @@ def engine_spec(
         hash_key=hash_key,
         mock=role.mock,
     )
+
+
+def _ends(checkpoint: Checkpoint | None, card: ModelCard | None) -> tuple[int, ...]:
+    if card is not None:  # which also knows what the chat template ends turns with
+        return card.eos_token_ids
+    return () if checkpoint is None else checkpoint.eos_token_ids
 
 
 def _named_nodes(role: RoleSpec) -> NodeGroup | None:

@@ -13,7 +13,7 @@ class Stream:
     """A request's state. One task feeds it."""
 
     __slots__ = (
-        "_finish", "_has_begun", "_held", "_held_logprobs", "_said_cached", "_stops", "asked", "cached_tokens", "extra", "is_background", "is_done", "is_over", "is_taken", "keeps",
+        "_ends", "_finish", "_has_begun", "_held", "_held_logprobs", "_said_cached", "_stops", "asked", "cached_tokens", "extra", "is_background", "is_done", "is_over", "is_taken", "keeps",
         "num_tokens", "request", "task",
     )  # fmt: skip
 
@@ -22,7 +22,8 @@ class Stream:
 
         Args:
             request: as it goes to the server.
-            eos_token_ids: of the model; one is added where a server ends an answer without saying by which token.
+            eos_token_ids: of the model; the answer ends at one that its server does not know, and one is added where a server ends
+                an answer without saying by which token.
             extra: fields to add to the server's request.
         """
         self.request = request
@@ -42,6 +43,7 @@ class Stream:
         """Whether that delta was yielded."""
         self.is_done = False
         """Whether its task has ended."""
+        self._ends = frozenset(eos_token_ids)
         self._stops = (*eos_token_ids, *request.sampling.stop_token_ids)
         self._finish: FinishReason | None = None
         self.cached_tokens: int | None = None
@@ -61,15 +63,19 @@ class Stream:
             prompt = num_tokens(self.request.token_ids)
             self.cached_tokens = min(max(piece.cached_tokens, 0), prompt)
         if self._finish is not None:  # tokens after the end do not count
-            self.is_over |= piece.is_last or self.cached_tokens is not None
+            self.is_over |= piece.is_last or self.cached_tokens is not None or bool(piece.token_ids)
             return None
         left = self.request.sampling.max_tokens - self.request.num_emitted - self.num_tokens
         new = piece.token_ids[:left]
-        self.num_tokens += len(new)
         self._finish = piece.finish_reason
         if len(new) < len(piece.token_ids):  # the server ignores max_tokens
             self._finish = FinishReason.LENGTH
             self.is_over = True
+        if (ended := self._up_to_end(new)) is not None:
+            self._finish = FinishReason.STOP
+            self.is_over |= len(ended) < len(piece.token_ids)  # the server does not know this end
+            new = ended
+        self.num_tokens += len(new)
         self.is_over |= piece.is_last or (self._finish is not None and self.cached_tokens is not None)
         token_ids = self._held + new
         logprobs = self._held_logprobs + piece.logprobs[: len(new)]
@@ -83,6 +89,16 @@ class Stream:
             logprobs=logprobs[:whole],
             cached_tokens=self._tell_cached(),
         )
+
+    def _up_to_end(self, token_ids: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Give the next tokens up to an end of the model's; None if there is none."""
+        sampling = self.request.sampling
+        if not self._ends or sampling.ignore_eos:
+            return None
+        least = max(0, sampling.min_tokens - self.request.num_emitted - self.num_tokens)
+        found = (at for at, token in enumerate(token_ids) if at >= least and token in self._ends)
+        at = next(found, None)
+        return None if at is None else token_ids[: at + 1]
 
     def end(self) -> Delta:
         """Make the last delta, with the stop token where there is one.

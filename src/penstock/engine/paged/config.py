@@ -26,6 +26,8 @@ class PagedConfig(Config):
     """Engines that take their memory from this machine at the same time, this one included; only the default of `kv_memory_bytes` depends on it."""
     context_length: int | None = pydantic.Field(default=None, ge=1)
     """Tokens a request may have, prompt and output; None is the model's own limit."""
+    eos_token_ids: tuple[int, ...] = ()
+    """End-of-sequence tokens beside those that the checkpoint names."""
     threads: int = pydantic.Field(default=1, ge=1)
     """CPU threads of one step. More than the cores that are free makes steps many times slower."""
     window_tables: bool = True

@@ -121,7 +121,8 @@ class PagedRunner:
             sharing_engines=config.sharing_engines,
         )
         memory = KvMemory(kv_shape, num_blocks, config.block_size, model.device, groups.places)
-        eos_token_ids = end_tokens_within(model.vocab_size, checkpoint.eos_token_ids)
+        ends = dict.fromkeys((*checkpoint.eos_token_ids, *config.eos_token_ids))
+        eos_token_ids = end_tokens_within(model.vocab_size, tuple(ends))
         structured = self._grammars.open(checkpoint.path, model.vocab_size, eos_token_ids)
         columns = SamplingColumns(
             eos_token_ids,

@@ -123,7 +123,7 @@ class SglangBackend:
 
     async def generate(self, call: Call) -> AsyncGenerator[Output, None]:
         request = call.request
-        kwargs = generate_arguments(call, self._rid(call))
+        kwargs = generate_arguments(call, self._rid(call), self._spec.eos_token_ids)
         if self._spec.data_parallel > 1:
             kwargs |= dict.fromkeys(_RANK_ARGUMENTS, call.rank)
         if is_prefill := request.prefill_only and self._spec.role is Role.PREFILL:

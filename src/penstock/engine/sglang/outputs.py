@@ -11,8 +11,8 @@ _SEED_MASK = (1 << 31) - 1
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
-def generate_arguments(call: Call, rid: str) -> dict[str, Any]:
-    """Make the arguments of `Engine.async_generate`."""
+def generate_arguments(call: Call, rid: str, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
+    """Make the arguments of `Engine.async_generate`, with end-of-sequence tokens beside those that SGLang knows."""
     sampling = call.sampling
     params: dict[str, Any] = {
         "max_new_tokens": call.max_new_tokens,
@@ -24,7 +24,7 @@ def generate_arguments(call: Call, rid: str) -> dict[str, Any]:
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
-        "stop_token_ids": list(sampling.stop_token_ids),
+        "stop_token_ids": sampling.stops_with(eos_token_ids),
         "ignore_eos": sampling.ignore_eos,
     }
     if sampling.seed is not None:

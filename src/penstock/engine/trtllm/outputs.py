@@ -120,7 +120,7 @@ def sampling_arguments(call: Call, eos_token_ids: Sequence[int]) -> dict[str, An
     """
     sampling = call.sampling
     end = eos_token_ids[0] if eos_token_ids else -1
-    stops = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids[1:])]
+    stops = sampling.stops_with(eos_token_ids[1:])
     arguments: dict[str, Any] = {
         "end_id": end,
         "pad_id": max(end, 0),

@@ -202,7 +202,7 @@ class VllmEngine:
 
     def _sampling_arguments(self, request: Request) -> dict[str, Any]:
         """Give the arguments of vLLM's SamplingParams."""
-        return sampling_arguments(request)
+        return sampling_arguments(request, self._spec.eos_token_ids)
 
     def _delta(self, running: Running, output: Any) -> Delta:
         """Make a delta of vLLM's EngineCoreOutput, before it is counted."""

@@ -1,5 +1,6 @@
 """Converts requests to vLLM's sampling arguments, and vLLM's outputs to deltas."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,8 @@ def check_tokens(request: Request, vocab_size: int) -> None:
         )
 
 
-def sampling_arguments(request: Request) -> dict[str, Any]:
-    """Give the arguments of vLLM's SamplingParams.
+def sampling_arguments(request: Request, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
+    """Give the arguments of vLLM's SamplingParams, with end-of-sequence tokens beside those that vLLM knows.
 
     vLLM takes the tokens that a migrated request has emitted as part of its prompt. So `max_tokens` and `min_tokens`
     shrink by them, frequency and presence penalties do not count them, and a seed starts its random numbers anew: a
@@ -89,7 +90,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "seed": _seed(request),
-        "stop_token_ids": list(sampling.stop_token_ids),
+        "stop_token_ids": sampling.stops_with(eos_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "logprobs": sampling.logprobs,
         "prompt_logprobs": sampling.prompt_logprobs,

@@ -66,6 +66,15 @@ class ServedModel:
         """Whether the chat template takes only ids of calls of nine letters or digits."""
         return self.templates is not None and not self.templates.tool_use.rules.long_call_ids
 
+    def turn_end(self) -> int | None:
+        """Give the special token with which the chat template ends an assistant's turn; None if no single one does."""
+        if self.templates is None:
+            return None
+        added = self.tokenizer.get_added_tokens_decoder()
+        ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        end = self.templates.default.turn_end(ids)
+        return None if end is None else ids[end]
+
     def adapted(self, card: ModelCard) -> "ServedModel":
         """Copy the model for a LoRA adapter or a tenant: another card, everything else shared."""
         model = copy.copy(self)

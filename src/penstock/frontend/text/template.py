@@ -2,7 +2,7 @@
 
 import datetime as dt
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -22,6 +22,8 @@ from penstock.frontend.text.conversation import Conversation, TemplateRules, ada
 _Kind = TypeVar("_Kind")
 _TOKENIZER_CONFIG, _JINJA, _PROCESSOR = TEXT_FILES[1:]
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What templates call the reasoning of a message."""
 _PROBE = "shown as text"
 _PROBE_TOOL = {
     "type": "function",
@@ -162,6 +164,25 @@ class ChatTemplate:
         end = at + len(shown)
         return text[:end] + (kept if text.startswith(kept, end) else "")
 
+    def turn_end(self, special: Iterable[str]) -> str | None:
+        """Give the special token that ends an assistant's turn, whether the conversation goes on or not; None if no single one does.
+
+        A token that also stands within a turn, as after each of its messages, ends none.
+        """
+        said: list[Any] = [{"role": role, "content": _PROBE} for role in ("user", "assistant", "user")]
+        called = {"type": "function", "id": "probe0123", "function": {"name": "probe", "arguments": {}}}
+        whole = said[1] | dict.fromkeys(_REASONING, _PROBE) | {"tool_calls": [called]}
+        texts = [
+            self._probed(each, add_generation_prompt=False) for each in (said[:2], said, [said[0], whole])
+        ]
+        last, going_on = (text.split(_PROBE)[2] if text.count(_PROBE) > 1 else "" for text in texts[:2])
+        found = [
+            token
+            for token in special
+            if token in last and going_on.startswith(last[: last.index(token) + len(token)])
+        ]
+        return found[0] if len(found) == 1 and texts[2].count(found[0]) <= texts[0].count(found[0]) else None
+
     def _left_out(
         self, messages: Conversation, rules: TemplateRules, arguments: dict[str, Any] | None
     ) -> int | None:
@@ -180,14 +201,14 @@ class ChatTemplate:
             return False
         return _PROBE in text and f"'{_PROBE}'" not in text
 
-    def _probed(self, messages: Conversation) -> str:
+    def _probed(self, messages: Conversation, **arguments: Any) -> str:
         """Render a conversation of texts; "" where the template refuses it."""
         if self.takes_parts and not self.takes_strings:
             messages = [
                 {**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages
             ]
         try:
-            return self.render(messages, self._probe_arguments)
+            return self.render(messages, self._probe_arguments | arguments)
         except RequestError:
             return ""
 

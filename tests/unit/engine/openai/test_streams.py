@@ -12,8 +12,8 @@ from penstock.engine.openai.streams import Stream
 EOS = 7
 
 
-def stream_of(*, max_tokens: int = 10, num_emitted: int = 0, stops: tuple[int, ...] = ()) -> Stream:
-    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops)
+def stream_of(*, max_tokens: int = 10, num_emitted: int = 0, stops: tuple[int, ...] = (), **fields) -> Stream:
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops, **fields)
     request = Request(
         request_id=RequestId("r"),
         model="m",
@@ -30,10 +30,20 @@ def fed(stream: Stream, *pieces: Piece) -> list[int]:
     ]
 
 
-def test_a_stop_token_before_the_end_is_a_token():
-    stream = stream_of()
+@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 3}])
+def test_a_stop_token_before_the_end_is_a_token(fields):
+    stream = stream_of(**fields)
     assert fed(stream, Piece((4, EOS)), Piece((5,), finish_reason=FinishReason.LENGTH)) == [4, EOS, 5]
     assert not stream.end().token_ids
+
+
+@pytest.mark.parametrize("pieces", [[(4, EOS, 5)], [(4, EOS), (5,)], [(4,), (EOS,), (5,)]])
+def test_an_answer_ends_at_an_end_that_its_server_does_not_know(pieces):
+    stream = stream_of(num_emitted=1, min_tokens=2)
+    assert fed(stream, *map(Piece, pieces)) == [4]
+    assert stream.is_over
+    last = stream.end()
+    assert (token_list(last.token_ids), last.finish_reason) == ([EOS], FinishReason.STOP)
 
 
 def test_an_end_without_its_token_gets_one():

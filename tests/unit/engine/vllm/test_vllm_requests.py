@@ -41,6 +41,14 @@ def test_tokens_emitted_elsewhere_shorten_the_answer() -> None:
         sampling_arguments(request(num_emitted=20))
 
 
+def test_ends_that_vllm_does_not_know_stop_an_answer_too() -> None:
+    stops = [
+        sampling_arguments(request(stop_token_ids=(9,), ignore_eos=ignore), (7, 9))
+        for ignore in (False, True)
+    ]
+    assert [each["stop_token_ids"] for each in stops] == [[9, 7], [9]]
+
+
 def test_choices_of_one_seed_differ() -> None:
     assert sampling_arguments(request())["seed"] is None
     assert sampling_arguments(request(seed=7, choice=2))["seed"] == 9

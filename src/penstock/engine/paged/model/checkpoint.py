@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from tokenizers import Tokenizer
+
 from penstock.core.errors import ConfigError
 
 REVISION_BYTES = 16
 _GENERATION = "generation_config.json"
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _WEIGHTS = "*.safetensors"
 _FILES = ["*.json", _WEIGHTS, "*.jinja", "*.model", "tokenizer*"]
 _SAMPLE_BYTES = 64 << 10
@@ -101,23 +104,43 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence tokens; generation_config.json takes precedence over config.json.
+        """End-of-sequence tokens: all that generation_config.json, config.json and the tokenizer's files name.
 
         Raises:
-            ConfigError: `eos_token_id` is no token id or list of token ids.
+            ConfigError: `eos_token_id` is no token id or list of token ids, or a file is no JSON.
         """
+        token_ids: dict[int, None] = {}
         for file, source in (
             (_GENERATION, self.generation), ("config.json", self.text_config), ("config.json", self.config),
         ):  # fmt: skip
             found = source.get("eos_token_id")
-            if found is not None:
-                token_ids = tuple(found) if isinstance(found, list) else (found,)
-                if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
-                    raise ConfigError(
-                        f"{self.path / file}: eos_token_id: must be a token id or a list of them, got {found!r}"
-                    )
-                return token_ids
-        return ()
+            if found is None:
+                continue
+            each = found if isinstance(found, list) else [found]
+            if not all(type(token_id) is int and token_id >= 0 for token_id in each):
+                raise ConfigError(
+                    f"{self.path / file}: eos_token_id: must be a token id or a list of them, got {found!r}"
+                )
+            token_ids |= dict.fromkeys(each)
+        return tuple(token_ids | dict.fromkeys(self._tokenizer_ends()))
+
+    def _tokenizer_ends(self) -> Iterator[int]:
+        """Give the ids of the end-of-sequence tokens that the tokenizer's files name by their text."""
+        named = set()
+        for name in _TOKENIZER_FILES:
+            token = (_read_json(self.path / name) or {}).get("eos_token")
+            named.add(token.get("content") if isinstance(token, dict) else token)
+        named.discard(None)
+        file = self.path / "tokenizer.json"
+        if not named or not file.is_file():
+            return
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"{file}: {error}") from error
+        for token in sorted(filter(None, map(str, named))):
+            if (token_id := tokenizer.token_to_id(token)) is not None:
+                yield token_id
 
     @property
     def default_sampling(self) -> tuple[tuple[str, float], ...]:

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.engine.paged.model.checkpoint import Checkpoint
+from tests.support.tokenizer import END, tiny_tokenizer_json
 
 CONFIG = {"model_type": "llama", "max_position_embeddings": 4096, "eos_token_id": 3}
 
@@ -26,22 +27,31 @@ def test_what_the_files_say(tmp_path):
     generation = {"eos_token_id": [7, 8], "temperature": 0.6, "top_k": 20, "top_p": None, "max_length": 100}
     checkpoint = Checkpoint.open(str(write(tmp_path / "a", generation=generation)))
     assert checkpoint.context_length == 4096
-    assert checkpoint.eos_token_ids == (7, 8)
+    assert checkpoint.eos_token_ids == (7, 8, 3)
     assert checkpoint.default_sampling == (("temperature", 0.6), ("top_k", 20.0))
     assert [file.name for file in checkpoint.weight_files()] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize(
-    ("config", "generation", "eos"),
+    ("config", "generation", "tokenizer", "eos"),
     [
-        ({}, None, ()),
-        ({"eos_token_id": 3}, None, (3,)),
-        ({"eos_token_id": 3}, {"eos_token_id": 4}, (4,)),
-        ({"eos_token_id": 3, "text_config": {"eos_token_id": [1, 2]}}, {}, (1, 2)),
+        ({}, None, {}, ()),
+        ({"eos_token_id": 3}, None, {}, (3,)),
+        ({"eos_token_id": 3}, {"eos_token_id": 4}, {}, (4, 3)),
+        ({"eos_token_id": 3, "text_config": {"eos_token_id": [1, 2]}}, {}, {}, (1, 2, 3)),
+        ({}, None, {"tokenizer_config": END}, (0,)),
+        ({}, None, {"special_tokens_map": {"content": END}}, (0,)),
+        ({}, {"eos_token_id": 4}, {"tokenizer_config": {"content": END}}, (4, 0)),
+        ({}, {"eos_token_id": [4, 0]}, {"tokenizer_config": END}, (4, 0)),
+        ({}, {"eos_token_id": 4}, {"tokenizer_config": "<|unknown|>", "special_tokens_map": None}, (4,)),
     ],
 )
-def test_end_of_sequence_tokens(tmp_path, config, generation, eos):
-    assert Checkpoint.open(str(write(tmp_path, config, generation))).eos_token_ids == eos
+def test_end_of_sequence_tokens_are_those_of_all_files(tmp_path, config, generation, tokenizer, eos):
+    write(tmp_path, config, generation)
+    (tmp_path / "tokenizer.json").write_bytes(tiny_tokenizer_json())
+    for name, token in tokenizer.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token": token}))
+    assert Checkpoint.open(str(tmp_path)).eos_token_ids == eos
 
 
 def test_a_model_that_says_greedy_is_greedy_by_default(tmp_path):
