@@ -120,6 +120,12 @@ class FrontendMetrics(ReceiveMetrics):
             "Prompt tokens computed ahead for next turns.",
             registry=registry,
         )
+        self._repairs = Counter(
+            "penstock_frontend_tool_call_repairs",
+            "Tool calls that a model wrote out of its grammar, by what was mended.",
+            ["model", "repair"],
+            registry=registry,
+        )
         self._tokens = {
             kind: Counter(f"penstock_frontend_{kind}_tokens", text, ["model"], registry=registry)
             for kind, text in (
@@ -179,12 +185,14 @@ class FrontendMetrics(ReceiveMetrics):
 class ModelMetrics:
     """Metrics with the label of one model."""
 
-    __slots__ = ("cached_tokens", "e2e", "itl", "output_tokens", "prompt_tokens", "ttft")
+    __slots__ = ("cached_tokens", "e2e", "itl", "output_tokens", "prompt_tokens", "repaired", "ttft")
 
     def __init__(self, metrics: FrontendMetrics, model: str) -> None:
         self.ttft = metrics._ttft.labels(model)
         self.itl = metrics._itl.labels(model)
         self.e2e = metrics._e2e.labels(model)
+        self.repaired: Callable[[str], None] = lambda repair: metrics._repairs.labels(model, repair).inc()
+        """Counts a tool call that was mended."""
         tokens = metrics._tokens
         self.prompt_tokens = tokens["prompt"].labels(model)
         self.cached_tokens = tokens["cached"].labels(model)
@@ -194,12 +202,22 @@ class ModelMetrics:
 class RequestTimer:
     """Observes TTFT, ITL and end-to-end time of one request."""
 
-    __slots__ = ("_arrived", "_gap_tokens", "_gaps_s", "_metrics", "_recorder", "gather", "ttft_s")
+    __slots__ = (
+        "_arrived",
+        "_gap_tokens",
+        "_gaps_s",
+        "_metrics",
+        "_recorder",
+        "gather",
+        "repaired",
+        "ttft_s",
+    )
 
     def __init__(self, metrics: ModelMetrics, recorder: RequestRecorder | None, arrived: float) -> None:
         self._metrics = metrics
         self.gather: Callable[[float], None] = metrics.itl.gather
         """Observes one gap between tokens."""
+        self.repaired: Callable[[str], None] = metrics.repaired
         self._recorder = recorder
         self._arrived = arrived
         self.ttft_s: float | None = None

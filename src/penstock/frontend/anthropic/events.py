@@ -85,7 +85,7 @@ class WholeMessage:
 
     def body(self, usage: Usage) -> bytes:
         reason, stopped_by = _stop(self._blocks)
-        content = [_content(block, self._context) for block in self._blocks.all]
+        content = [_content(block, self._context) for block in self._blocks.whole]
         return encode(_message(self._context, content, reason, stopped_by, usage))
 
 

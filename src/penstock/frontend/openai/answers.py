@@ -86,11 +86,12 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """`content` is null where there are tool calls and no text."""
+    """`content` is null where there are tool calls and no text; reasoning has the names of vLLM now and of older servers."""
 
     role: str = "assistant"
     content: str | None
     refusal: None = None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 

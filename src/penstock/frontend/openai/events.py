@@ -132,7 +132,7 @@ class EventStream:
         """Encode an event with reasoning or tool calls, as one chunk."""
         delta: dict[str, Any] = {}
         if event.reasoning:
-            delta["reasoning_content"] = event.reasoning
+            delta["reasoning"] = delta["reasoning_content"] = event.reasoning
         if event.text:
             delta["content"] = event.text
         if event.calls:
@@ -243,6 +243,8 @@ class WholeAnswer:
             if call.name is not None:
                 collected.calls.append(CalledFunction(call.name, ""))
             collected.calls[call.index].arguments += call.arguments
+        if event.cuts_call:
+            collected.calls.pop()
         self._decisions += event.decisions
         if event.finish_reason is not None:
             collected.finish_reason = event.finish_reason
@@ -286,10 +288,11 @@ class WholeAnswer:
             ToolCall(id=self._envelope.call_id(index, number), function=function)
             for number, function in enumerate(collected.calls)
         ]
-        text = "".join(collected.pieces)
+        text, reasoning = "".join(collected.pieces), "".join(collected.reasoning) or msgspec.UNSET
         return AssistantMessage(
             content=None if calls and not text else text,
-            reasoning_content="".join(collected.reasoning) or msgspec.UNSET,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
             tool_calls=calls or msgspec.UNSET,
         )
 

@@ -10,7 +10,9 @@ from penstock.frontend.openai.bodies import ChatRequest
 TOOLS_MAX = 512
 NAME_CHARACTERS_MAX = 256
 _CHOICES = ("none", "auto", "required")
-_ANY = {"type": "object"}
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_OF_NO_PARAMETERS = frozenset({"type", "properties", "required", "$schema", "title", "description"})
+"""Keys that a schema of no parameters may have."""
 _DEFINED = "#/$defs/"
 _DATA = frozenset({"const", "enum", "default", "examples"})
 """Keys of a schema whose values are no schemas."""
@@ -135,5 +137,7 @@ def _wrong(param: str, value: Any, expected: str) -> RequestError:
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    schema: dict[str, Any] = tool["function"].get("parameters") or _ANY
-    return schema
+    """Give the schema of a tool's arguments; a tool that names no parameters takes none, as OpenAI documents it."""
+    schema: dict[str, Any] = tool["function"].get("parameters") or {"properties": {}}
+    names_none = schema.get("properties") == {} and schema.keys() <= _OF_NO_PARAMETERS
+    return _NO_PARAMETERS if names_none else schema

@@ -10,13 +10,14 @@ CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>" 
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
 SEPARATOR = "<｜tool▁sep｜>"  # noqa: RUF001
 MARKERS = (CALLS, CALLS_END, CALL, CALL_END, SEPARATOR)
+_AROUND_CALLS = (CALLS, CALLS_END, CALL, CALL_END)
 _FENCE = "```"
 
 
 def read(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
     """Read an answer."""
-    while (yield from source.until((CALLS,), out.content)):
-        while (yield from source.until((CALL, CALLS_END), lambda _: None)) == CALL:
+    while found := (yield from source.prose(out, _AROUND_CALLS)):
+        if found == CALL:
             yield from _call(source, out)
 
 
@@ -29,12 +30,11 @@ def _call(source: Source, out: Output) -> Steps:
         line: list[str] = []
         found = yield from source.until(("\n",), line.append)
         name = "".join(line).strip()
-        yield from source.skip_space()
-        if (yield from source.begins_with(f"{_FENCE}json")):
-            yield from source.skip_space()
     if source.is_cut and not found:
         return
     out.begin_call(name)
     yield from source.skip_space()
-    yield from json_value.value(source, out.arguments)
-    yield from source.until((CALL_END,), lambda _: None)
+    is_fenced = yield from source.begins_with(f"{_FENCE}json")
+    if (yield from json_value.arguments(source, out)) and is_fenced:
+        yield from source.skip_space()
+        yield from source.begins_with(_FENCE)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.frontend.parsing import deepseek, harmony, hermes, llama, mistral
-from penstock.frontend.parsing.reasoning import MISTRAL_THINK, THINK, Tags
-from penstock.frontend.parsing.source import Output, Source, Steps
+from penstock.frontend.parsing.source import Output, Source, Steps, Tags
 
+THINK, MISTRAL_THINK = Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]")
 _THINK = (THINK.begin, THINK.end)
 Calls = Callable[[Source, Output, Mapping[str, Any]], Steps]
 
@@ -42,7 +42,10 @@ def format_of(template: str) -> OutputFormat:
         tags = MISTRAL_THINK if MISTRAL_THINK.begin in template else think
         return OutputFormat("mistral", mistral.read, tags, markers=mistral.MARKERS)
     if hermes.BEGIN in template:
-        return OutputFormat("hermes", hermes.read, think, markers=(hermes.BEGIN, hermes.END, *_THINK))
+        family, read = (
+            ("qwen3-coder", hermes.read_tagged) if hermes.FUNCTION in template else ("hermes", hermes.read)
+        )
+        return OutputFormat(family, read, think, markers=(hermes.BEGIN, hermes.END, *_THINK))
     if llama.PYTHON_START in template or "func_name" in template:
         return OutputFormat("pythonic", llama.read_pythonic, think, markers=llama.PYTHON_MARKERS)
     return OutputFormat("json", llama.read_json, think, markers=(llama.PYTHON_TAG, *_THINK))

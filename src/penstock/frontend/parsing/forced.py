@@ -26,6 +26,5 @@ def read_required(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
 def read_named(source: Source, out: Output, name: str) -> Steps:
     """Read the arguments of the tool `name`."""
     out.begin_call(name)
-    yield from source.skip_space()
-    yield from json_value.value(source, out.arguments)
+    yield from json_value.arguments(source, out)
     yield from source.rest(lambda _: None)

@@ -5,20 +5,24 @@
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from penstock.frontend.parsing import json_value
 from penstock.frontend.parsing.source import Output, Source, Steps
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+_RECIPIENT = re.compile(r"to=(functions\.)?([\w.-]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_AUTHOR = re.compile(r"<\|start\|>\s*([\w.-]+)")
+_ASSISTANT = "assistant"
 
 
-def read(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
+def read(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
     """Read an answer, whose prompt ends with `<|start|>assistant`."""
+    is_first = True
     while True:
         begins = yield from source.peek(1)
         if not begins:
@@ -31,13 +35,38 @@ def read(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
             is_head = CHANNEL in text or (source.is_cut and (START in text or _RECIPIENT.search(text)))
             out.content("" if is_head else text)
             return
-        yield from source.until((END, CALL, RETURN, START), _target("".join(head), out))
+        if not is_first and out.has_content:
+            out.gap()
+        is_first = False
+        yield from _message(source, out, "".join(head), schemas)
 
 
-def _target(head: str, out: Output) -> Callable[[str], None]:
-    """Choose where a message goes by its head."""
-    recipient, channel = _RECIPIENT.search(head), _CHANNEL_NAME.search(head)
-    if recipient is not None:
-        out.begin_call(recipient[1])
-        return out.arguments
-    return out.reasoning if channel is not None and channel[1] == "analysis" else out.content
+def _message(source: Source, out: Output, head: str, declared: Collection[str]) -> Steps:
+    """Read a message: a call of a function, reasoning, or text for the user, by its head."""
+    author, channel = _AUTHOR.search(head), _CHANNEL_NAME.search(head)
+    emit: Callable[[str], None] = out.content
+    if (name := _called(head, declared)) is not None:
+        out.begin_call(name)
+        yield from json_value.arguments(source, out)
+        emit = _drop
+    elif (channel is not None and channel[1] == "analysis") or (
+        author is not None and author[1] != _ASSISTANT
+    ):
+        emit = out.reasoning
+    if (yield from source.until((END, CALL, RETURN, START), emit)) == START:
+        source.text = START + source.text
+
+
+def _called(head: str, declared: Collection[str]) -> str | None:
+    """Give the function that a message calls.
+
+    Without `functions.` only a declared name is one; other recipients are the assistant itself and the model's own tools.
+    """
+    recipient = _RECIPIENT.search(head)
+    if recipient is None or not (recipient[1] or recipient[2] in declared):
+        return None
+    return None if recipient[0] == f"to={_ASSISTANT}" else recipient[2]
+
+
+def _drop(_: str) -> None:
+    """Take white space after a call's arguments."""

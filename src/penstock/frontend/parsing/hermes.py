@@ -2,68 +2,85 @@
 
 import json
 from collections.abc import Generator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from penstock.frontend.parsing import json_value
-from penstock.frontend.parsing.source import Output, Source, Steps
+from penstock.frontend.parsing.source import Output, Repair, Source, Steps
+from penstock.frontend.parsing.values import typed_json
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+FUNCTION = "<function="
+_FUNCTION_END = "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_AFTER_PARAMETERS = (_FUNCTION_END, END, FUNCTION, BEGIN)
+_AFTER_VALUE = (_PARAMETER_END, _PARAMETER, *_AFTER_PARAMETERS)
+_AFTER_NAME = (">", "\n")
 
 
 def read(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
     """Read an answer; `schemas` are the JSON schemas of tools' arguments, by name."""
-    while (yield from source.until((BEGIN,), out.content)):
-        yield from source.skip_space()
-        if (yield from source.begins_with(_FUNCTION)):
+    yield from _read(source, out, schemas, (BEGIN,))
+
+
+def read_tagged(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
+    """Read an answer of Qwen3-Coder, in which a call may lack its first tag."""
+    yield from _read(source, out, schemas, (BEGIN, FUNCTION))
+
+
+def _read(source: Source, out: Output, schemas: Mapping[str, Any], begins: tuple[str, ...]) -> Steps:
+    while found := (yield from source.prose(out, begins)):
+        space = "" if found == FUNCTION else (yield from source.skip_space())
+        if found == FUNCTION:
+            out.repair(Repair.TAG)
+        if found == FUNCTION or (yield from source.begins_with(FUNCTION)):
             yield from _tagged(source, out, schemas)
-        else:
+        elif (yield from source.peek(1)) == "{":
             yield from json_value.call(source, out)
+        elif not (yield from source.begins_with(END)):
+            if not any(mark.startswith(source.text) for mark in (FUNCTION, END)):
+                out.text(found + space)  # it speaks of the mark
+                continue
+            source.text = ""  # the answer ends in a mark
         yield from source.skip_space()
         yield from source.begins_with(END)
 
 
 def _tagged(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
-    """Read `NAME>`, then `<parameter=KEY>VALUE</parameter>` as often as it comes, then `</function>`."""
-    name = yield from _text(source, (">",))
+    """Read `NAME>`, then `<parameter=KEY>VALUE</parameter>` as often as it comes, then `</function>`; any of the ends may lack."""
+    name = (yield from _text(source, _AFTER_NAME))[0].strip()
     if source.breaks_off():
         return
     out.begin_call(name)
-    properties = _properties(schemas.get(name))
+    yield from source.skip_space()
+    if (yield from source.peek(1)) == "{":
+        if (yield from json_value.arguments(source, out)):
+            yield from source.skip_space()
+            yield from source.begins_with(_FUNCTION_END)
+        return
     separator = "{"
-    while (yield from source.until((_PARAMETER, _FUNCTION_END), _nowhere)) == _PARAMETER:
-        key = yield from _text(source, (">",))
-        text = yield from _text(source, (_PARAMETER_END,))
-        if source.breaks_off():
+    found = (yield from _text(source, (_PARAMETER, *_AFTER_PARAMETERS)))[1]
+    while found == _PARAMETER:
+        key = (yield from _text(source, _AFTER_NAME))[0].strip()
+        text, found = yield from _text(source, _AFTER_VALUE)
+        if source.is_cut and not found:
             return
-        value = _typed(text.removeprefix("\n").removesuffix("\n"), properties.get(key))
+        value = typed_json(text.removeprefix("\n").removesuffix("\n"), key, schemas.get(name))
         out.arguments(f"{separator}{json.dumps(key)}: {value}")
         separator = ", "
-    if not source.breaks_off():
-        out.arguments("{}" if separator == "{" else "}")
+        if found == _PARAMETER_END:
+            found = (yield from _text(source, (_PARAMETER, *_AFTER_PARAMETERS)))[1]
+        else:
+            out.repair(Repair.TAG)
+    if source.is_cut and not found:
+        return
+    out.arguments("{}" if separator == "{" else "}")
+    out.end_call()
+    if found != _FUNCTION_END:
+        source.text = found + source.text
 
 
-def _text(source: Source, ends: tuple[str, ...]) -> Generator[None, None, str]:
+def _text(source: Source, ends: tuple[str, ...]) -> Generator[None, None, tuple[str, str]]:
+    """Read up to one of some marks, and read that; gives both."""
     pieces: list[str] = []
-    yield from source.until(ends, pieces.append)
-    return "".join(pieces)
-
-
-def _nowhere(_: str) -> None:
-    """Take the white space between tags."""
-
-
-def _properties(schema: Any) -> Mapping[str, Any]:
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    return properties if isinstance(properties, dict) else {}
-
-
-def _typed(text: str, schema: Any) -> str:
-    """Give a parameter's value as JSON: text, unless its schema says that it is something else."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind != "string":
-        with suppress(ValueError, RecursionError):  # no JSON, or a number that JSON has not
-            return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
-    return json.dumps(text, ensure_ascii=False)
+    found = yield from source.until(ends, pieces.append)
+    return "".join(pieces), found

@@ -1,12 +1,17 @@
-"""JSON that comes piece by piece: one value, or a tool call written as an object."""
+"""JSON that comes piece by piece: one value, a tool call's arguments, or a tool call written as an object."""
 
 import json
-from collections.abc import Callable, Generator
+import re
+from collections.abc import Callable, Collection, Generator
 
-from penstock.frontend.parsing.source import Output, Source
+from penstock.frontend.parsing.source import Output, Repair, Source
+from penstock.frontend.parsing.values import python_json
 
 _ARGUMENTS = ("arguments", "parameters")
-_END_OF_SCALAR = ",]} \t\r\n"
+_CALL_KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
+_END_OF_SCALAR = re.compile(r"[^\w.+-]")
+_MARK = re.compile(r'\\(?:.|\Z)|["{}\[\]<]', re.DOTALL)
+_CLOSES = {"{": "}", "[": "]"}
 
 
 def value(source: Source, emit: Callable[[str], None]) -> Generator[None, None, bool]:
@@ -14,101 +19,134 @@ def value(source: Source, emit: Callable[[str], None]) -> Generator[None, None, 
     if not (yield from source.peek(1)):
         return False
     if source.text[0] in '{["':
-        return (yield from _closed(source, emit))
+        return not (yield from _closed(source, emit))
     while True:
-        for at, character in enumerate(source.text):
-            if character in _END_OF_SCALAR:
-                emit(source.take(at))
-                return True
+        if (end := _END_OF_SCALAR.search(source.text)) is not None:
+            emit(source.take(end.start()))
+            return True
         emit(source.take(len(source.text)))
         if source.ended:
             return False
         yield
 
 
-def _closed(source: Source, emit: Callable[[str], None]) -> Generator[None, None, bool]:
-    """Read a string, object or array."""
-    depth, in_string, escaped = 0, False, False
+def _closed(source: Source, emit: Callable[[str], None]) -> Generator[None, None, str]:
+    """Read a string, object or array, up to a `<` outside of its strings at most; gives what is missing at its end."""
+    missing, in_string = "", False
     while True:
-        text = source.text
-        for at, character in enumerate(text):
-            if in_string:
-                if escaped:
-                    escaped = False
-                elif character == "\\":
-                    escaped = True
-                elif character == '"':
-                    in_string = False
-            elif character == '"':
-                in_string = True
-            elif character in "{[":
-                depth += 1
-            elif character in "}]":
-                depth -= 1
-            if not depth and not in_string:
-                emit(source.take(at + 1))
-                return True
-        emit(source.take(len(text)))
+        mark = ""
+        for found in _MARK.finditer(source.text):
+            mark = found[0]
+            if mark == '"':
+                in_string = not in_string
+            elif in_string or mark.startswith("\\"):
+                continue
+            elif mark == "<":
+                emit(source.take(found.start()))
+                return missing
+            else:
+                missing = _CLOSES[mark] + missing if mark in _CLOSES else missing[1:]
+            if not missing and not in_string:
+                emit(source.take(found.end()))
+                return ""
         if source.ended:
-            return False
+            emit(source.take(len(source.text)))
+            return '"' + missing if in_string else missing
+        emit(source.take(len(source.text) - (mark == "\\")))  # what it escapes is to come
         yield
 
 
-def call(source: Source, out: Output) -> Generator[None, None, bool]:
-    """Read a tool call `{"name": ..., "arguments": {...}}` that a mark or a grammar announces, whatever the order of its keys.
+def arguments(source: Source, out: Output) -> Generator[None, None, bool]:
+    """Read the arguments of the call begun last, given out as they come; False if they do not end.
 
-    Arguments are given out as they come, once the name is known. Text that is no such object becomes content, unless the answer
-    was cut in it; False then.
+    Arguments that are empty, null, or anything else than an object are `{}`.
     """
-    is_call, text = yield from _Call(source, out).read()
-    if not source.breaks_off():
-        out.content(text)
-    return is_call
+    yield from source.skip_space()
+    head = ""
+    if (yield from source.peek(1)) == "{":
+        head = source.take(1) + (yield from source.skip_space())
+    following = yield from source.peek(1)
+    source.text = head + source.text
+    text: list[str] = []
+    if not head or following not in {'"', "}"}:  # no JSON object, and so known only at its end
+        is_whole = yield from value(source, text.append)
+        if not is_whole and source.breaks_off():
+            return False
+        out.arguments(_object(out, "".join(text)))
+        out.end_call()
+        return True
+
+    def emit(piece: str) -> None:
+        text.append(piece)
+        out.arguments(piece)
+
+    missing = yield from _closed(source, emit)
+    if missing:
+        if source.breaks_off() or not _is_object("".join(text) + missing):
+            return False
+        out.repair(Repair.TAG)
+        out.arguments(missing)
+    out.end_call()
+    return True
 
 
-def possible_call(source: Source, out: Output) -> Generator[None, None, bool]:
-    """Read a tool call as `call` does where nothing announces it: an object that was cut before its name may be the user's text."""
-    is_call, text = yield from _Call(source, out).read()
-    out.content(text)
+def call(
+    source: Source, out: Output, *, names: Collection[str] | None = None, announced: bool = True
+) -> Generator[None, None, bool]:
+    """Read a tool call `{"name": ..., "arguments": {...}}`, whatever the order of its keys; False if it is none.
+
+    Arguments are given out as they come, once the name is known. Text that is no such object is given out as text.
+
+    Args:
+        source: begins with the object.
+        out: gets the call.
+        names: it is a call only with one of these names, and without keys that calls do not have. None: a mark has announced it.
+        announced: of an object that was cut before its name nothing is given out, as it is not the user's text.
+    """
+    is_call, text = yield from _Call(source, out, names).read()
+    if not (announced and source.breaks_off()):
+        out.text(text)
     return is_call
 
 
 class _Call:
     """An object that may be a tool call, while it is read."""
 
-    def __init__(self, source: Source, out: Output) -> None:
+    def __init__(self, source: Source, out: Output, names: Collection[str] | None) -> None:
         self._source = source
         self._out = out
+        self._names = names
         self._raw: list[str] = []
-        self._held: list[str] = []  # arguments before the name
-        self._is_begun = self._has_arguments = self._is_closed = False
+        self._name: str | None = None
+        self._held = ""  # arguments before the name
+        self._is_begun = self._has_arguments = False
 
     def read(self) -> Generator[None, None, tuple[bool, str]]:
         """Tell whether it is a call, and give its text if it is none."""
         if (yield from self._source.peek(1)) != "{":
             return False, ""
         self._raw.append(self._source.take(1))
-        while (yield from self._has_key()):
+        while (following := (yield from self._next())) == '"':
             key = yield from self._key()
             if key is None or not (yield from self._field(key)):
                 break
+        if following == "}" and self._name is not None:
+            self._begin()
         if not self._is_begun:
             return False, "".join(self._raw)
-        if self._is_closed and not self._has_arguments:
-            self._out.arguments("{}")
+        if not self._has_arguments and (following == "}" or not self._source.breaks_off()):
+            self._out.end_call()
         return True, ""
 
-    def _has_key(self) -> Generator[None, None, bool]:
-        """Skip to the next key; False at the object's end, or where none follows."""
+    def _next(self) -> Generator[None, None, str]:
+        """Skip to what follows a field: the quote of a key, which is not read, or the brace at the end."""
         while True:
             self._raw.append((yield from self._source.skip_space()))
             following = yield from self._source.peek(1)
-            if following not in {",", "}"}:
-                return following == '"'
-            self._raw.append(self._source.take(1))
-            if following == "}":
-                self._is_closed = True
-                return False
+            if following in {",", "}"}:
+                self._raw.append(self._source.take(1))
+            if following != ",":
+                return following
 
     def _key(self) -> Generator[None, None, str | None]:
         """Read a key and its colon; None where they are not whole."""
@@ -123,44 +161,71 @@ class _Call:
         return "".join(key)[1:-1]
 
     def _field(self, key: str) -> Generator[None, None, bool]:
-        """Read the value of a key; False where it does not end."""
-        if key in _ARGUMENTS and not self._has_arguments:
+        """Read the value of a key; False where it does not end, or is of no call."""
+        if self._names is not None and key not in _CALL_KEYS:
+            return self._is_begun
+        is_arguments = key in _ARGUMENTS and not self._has_arguments
+        if is_arguments:
             self._has_arguments = True
-            return (yield from self._arguments())
+            if self._name is not None:
+                self._begin()
+                return (yield from arguments(self._source, self._out))
         text: list[str] = []
         is_whole = yield from value(self._source, text.append)
         self._raw += text
-        if is_whole and key == "name" and not self._is_begun:
-            self._begin("".join(text))
+        if is_arguments:
+            self._held = "".join(text)
+        elif is_whole and key == "name" and self._name is None:
+            return self._take_name("".join(text))
         return is_whole
 
-    def _begin(self, text: str) -> None:
+    def _take_name(self, text: str) -> bool:
+        """Take the name, of which the call begins if nothing else can follow that makes it none; False if it is no call's."""
         try:
             name = json.loads(text)
         except (ValueError, RecursionError):
-            return
+            return self._names is None
+        if self._names is not None and (not isinstance(name, str) or name not in self._names):
+            return False
         if isinstance(name, str) and name:
-            self._is_begun = True
-            self._out.begin_call(name)
-            self._out.arguments("".join(self._held))
+            self._name = name
+            if self._names is None or self._has_arguments:
+                self._begin()
+        return True
 
-    def _arguments(self) -> Generator[None, None, bool]:
-        is_text = (yield from self._source.peek(1)) == '"'
-        if self._is_begun and not is_text:
-            return (yield from value(self._source, self._out.arguments))
-        text: list[str] = []
-        is_whole = yield from value(self._source, text.append)
-        self._raw += text
-        self._held = [_inner(text)] if is_text and is_whole else text
+    def _begin(self) -> None:
         if self._is_begun:
-            self._out.arguments("".join(self._held))
-        return is_whole
+            return
+        assert self._name is not None, "it has come"
+        self._is_begun = True
+        self._out.begin_call(self._name)
+        if self._held:
+            self._out.arguments(_object(self._out, self._held))
+            self._out.end_call()
 
 
-def _inner(text: list[str]) -> str:
-    """Give the JSON that is written inside a JSON string."""
+def _object(out: Output, text: str) -> str:
+    """Give whole arguments as the text of a JSON object, also where they are one within a JSON string, or a Python one."""
+    decoded = _decoded(text)
+    if isinstance(decoded, str):
+        text = decoded
+        decoded = _decoded(text)
+    if isinstance(decoded, dict):
+        return text
+    if (written := python_json(text)) is not None and written.startswith("{"):
+        return written
+    if text.strip() and decoded:  # more than null or an empty list
+        out.repair(Repair.ARGUMENTS)
+    return "{}"
+
+
+def _decoded(text: str) -> object:
+    """Decode JSON; text that is none decodes to `...`."""
     try:
-        inner = json.loads("".join(text))
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return "".join(text)
-    return inner if isinstance(inner, str) else "".join(text)
+        return ...
+
+
+def _is_object(text: str) -> bool:
+    return isinstance(_decoded(text), dict)

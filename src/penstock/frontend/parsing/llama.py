@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.frontend.parsing import json_value
 from penstock.frontend.parsing.source import Output, Source, Steps
+from penstock.frontend.parsing.values import python_value
 
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
@@ -18,37 +19,47 @@ _BEGUN_CALL = re.compile(r"\s{0,256}([A-Za-z_][\w.-]{0,255}\s{0,256})?")
 _CALL_CHARACTERS_MAX = 64 << 10
 
 
-def read_json(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
-    """Read an answer: `{"name": ..., "parameters": {...}}`, several with `;` between them, or text."""
-    space = yield from source.skip_space()
-    tagged = yield from source.begins_with(PYTHON_TAG)
-    if not tagged:
-        out.content(space)
+def read_json(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
+    """Read an answer: `{"name": ..., "parameters": {...}}`, several with `;` between them, or text.
+
+    Without a mark before it an object is a call only with a name of `schemas`, as it may be the answer that was asked for.
+    """
+    found = yield from source.lead(out, (PYTHON_TAG,))
     while True:
-        yield from source.skip_space()
-        announced = tagged or out.num_calls
-        read_call = json_value.call if announced else json_value.possible_call
-        if (yield from source.peek(1)) != "{" or not (yield from read_call(source, out)):
-            break
-        yield from source.skip_space()
-        if (yield from source.peek(1)) in {";", ","}:
-            source.take(1)
-    yield from source.rest(out.content)
+        names = None if found else schemas
+        announced = bool(found)
+        yield from source.skip_space() if found else ()
+        while (yield from source.peek(1)) == "{":
+            if not (yield from json_value.call(source, out, names=names, announced=announced)):
+                break
+            announced = True
+            yield from source.skip_space()
+            if (yield from source.peek(1)) in {";", ","}:
+                source.take(1)
+                yield from source.skip_space()
+        found = yield from source.prose(out, (PYTHON_TAG,))
+        if not found:
+            return
 
 
 def read_pythonic(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
-    """Read an answer: `[f(a=1), g(b='x')]`, or text."""
-    space = yield from source.skip_space()
-    yield from source.begins_with(PYTHON_START)
-    if (yield from source.peek(1)) != "[":
-        out.content(space)
-        yield from source.rest(out.content)
-        return
-    raw = space + source.take(1)
+    """Read an answer: `[f(a=1), g(b='x')]`, or text; without a mark before it only names of `schemas` are called."""
+    found = yield from source.lead(out, (PYTHON_START,))
+    while True:
+        yield from source.skip_space() if found else ()
+        if (yield from source.peek(1)) == "[":
+            yield from _list(source, out, schemas, is_marked=bool(found))
+        found = yield from source.prose(out, (PYTHON_START,))
+        if not found:
+            return
+
+
+def _list(source: Source, out: Output, schemas: Mapping[str, Any], *, is_marked: bool) -> Steps:
+    raw = source.take(1)
     while (yield from _begins_call(source)):
         text = yield from _call_text(source)
         parsed = _parsed(text)
-        if parsed is None:
+        if parsed is None or not (is_marked or parsed[0] in schemas):
             if source.breaks_off() and _name(text) in schemas:
                 return
             source.text = text + source.text
@@ -59,13 +70,12 @@ def read_pythonic(source: Source, out: Output, schemas: Mapping[str, Any]) -> St
         if (yield from source.peek(1)) != ",":
             break
         source.take(1)
-    out.content(raw)
-    if out.num_calls:
+    out.text(raw)
+    if not raw:
         yield from source.skip_space()
         yield from source.begins_with("]")
         yield from source.skip_space()
         yield from source.begins_with(PYTHON_END)
-    yield from source.rest(out.content)
 
 
 def _name(text: str) -> str:
@@ -113,7 +123,7 @@ def _parsed(text: str) -> tuple[str, str] | None:
         node = ast.parse(text.strip(), mode="eval").body
         if not isinstance(node, ast.Call) or node.args:
             return None
-        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+        arguments = {keyword.arg: python_value(keyword.value) for keyword in node.keywords}
         return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None

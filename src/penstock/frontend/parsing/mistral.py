@@ -12,7 +12,7 @@ MARKERS = (CALLS, ARGS, CALL_ID, "[THINK]", "[/THINK]")
 
 def read(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
     """Read an answer."""
-    while (yield from source.until((CALLS,), out.content)):
+    while (yield from source.prose(out, (CALLS,))):
         yield from source.skip_space()
         if (yield from source.peek(1)) == "[":
             yield from _array(source, out)
@@ -39,14 +39,20 @@ def _array(source: Source, out: Output) -> Steps:
 
 def _named(source: Source, out: Output) -> Steps:
     head: list[str] = []
-    found = yield from source.until((ARGS, CALL_ID, "{"), head.append)
+    found = yield from source.until((ARGS, CALL_ID, CALLS, "{"), head.append)
     if found == CALL_ID:
         found = yield from source.until((ARGS, "{"), lambda _: None)
     name = "".join(head).strip()
     if not name or (source.is_cut and not found):
         return
     if found == "{":
-        source.text = "{" + source.text
+        source.text = found + source.text
     out.begin_call(name)
     yield from source.skip_space()
-    yield from json_value.value(source, out.arguments)
+    if found == CALLS or (
+        yield from source.begins_with(CALLS)
+    ):  # without arguments, and another call follows
+        out.end_call()
+        source.text = CALLS + source.text
+    else:
+        yield from json_value.arguments(source, out)

@@ -7,7 +7,7 @@ import msgspec
 
 from penstock.frontend.parsing import forced
 from penstock.frontend.parsing.families import OutputFormat
-from penstock.frontend.parsing.source import Output, Parsed, Source, Steps
+from penstock.frontend.parsing.source import Output, Parsed, Repair, Source, Steps
 
 
 class ParserPlan(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class OutputParser:
     def __init__(self, plan: ParserPlan) -> None:
         self._plan = plan
         self._source = Source()
-        self._output = Output()
+        self._output = Output(plan.format.reasoning, in_reasoning=plan.in_reasoning)
         self._steps = self._read()
 
     @property
@@ -51,6 +51,16 @@ class OutputParser:
         """Tool calls begun so far, of those given out."""
         most = self._plan.calls_max
         return self._output.num_calls if most is None else min(self._output.num_calls, most)
+
+    @property
+    def cuts_call(self) -> bool:
+        """Whether the last of these calls is not whole."""
+        return self._output.cuts_call and self._output.num_calls == self.num_calls
+
+    @property
+    def repairs(self) -> list[Repair]:
+        """What was mended in tool calls so far."""
+        return self._output.repairs
 
     @property
     def is_reasoning(self) -> bool:
@@ -89,8 +99,8 @@ class OutputParser:
         elif plan.required:
             yield from forced.read_required(source, out, {})
         else:
-            if plan.format.reasoning is not None:
-                yield from plan.format.reasoning.read(source, out, begun=plan.in_reasoning)
+            if plan.in_reasoning:
+                yield from source.skip_space()
             if plan.tools is not None or plan.format.has_channels:
                 yield from plan.format.calls(source, out, plan.tools or {})
-        yield from source.rest(out.content)
+            yield from source.prose(out)

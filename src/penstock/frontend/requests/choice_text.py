@@ -10,6 +10,7 @@ from penstock.core.errors import EngineError
 from penstock.core.types.requests import Delta, FinishReason, PromptLogprobs, TokenLogprob
 from penstock.core.wire import NO_TOKENS, PackedTokens, num_tokens, token_list
 from penstock.frontend.parsing.parser import OutputParser
+from penstock.frontend.parsing.source import Repair
 from penstock.frontend.text.detokenize import Detokenizer, TextDecoder
 from penstock.frontend.text.events import TextEvent
 from penstock.frontend.text.prompt_part import PromptPart
@@ -143,6 +144,7 @@ class ChoiceText:
             reasoning="".join(event.reasoning for event in events),
             calls=[call for event in events for call in event.calls],
             stopped_by=events[-1].stopped_by,
+            cuts_call=events[-1].cuts_call,
         )
 
     def _parse(
@@ -153,7 +155,7 @@ class ChoiceText:
         if reason is not None:
             rest = parser.finish(is_cut=reason == "length" or self._stopped_by() is not None)
             content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.calls
-            if reason == "stop" and parser.num_calls:
+            if reason == "stop" and parser.num_calls and not parser.cuts_call:
                 reason = "tool_calls"
         elif not (content or reasoning or calls or logprobs):
             return None
@@ -165,7 +167,13 @@ class ChoiceText:
             reasoning=reasoning,
             calls=calls,
             stopped_by=self._stopped_by(),
+            cuts_call=reason is not None and parser.cuts_call,
         )
+
+    @property
+    def repairs(self) -> Sequence[Repair]:
+        """What was mended in tool calls."""
+        return () if self._parser is None else self._parser.repairs
 
     def _stopped_by(self) -> str | None:
         return None if self._finder is None else self._finder.found

@@ -5,16 +5,18 @@ Independent of HTTP. Each choice is a small state machine (`choice_text.py`) fed
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import msgspec
 
 from penstock.core.errors import EngineError, RequestError
+from penstock.core.log import get_logger
 from penstock.core.types.requests import Delta, Request
 from penstock.core.wire import PackedTokens, num_tokens, token_list
 from penstock.frontend.metrics import RequestTimer
 from penstock.frontend.openai.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from penstock.frontend.parsing.parser import OutputParser
+from penstock.frontend.parsing.source import Repair
 from penstock.frontend.requests.choice_text import ChoiceText, PromptedChoice
 from penstock.frontend.requests.direct_text import ChunkWriter, DirectText
 from penstock.frontend.requests.next_turns import Answer, OnAnswer
@@ -23,6 +25,7 @@ from penstock.frontend.text.events import TextEvent
 from penstock.runtime.requests.direct_streams import is_direct
 from penstock.seams import Hold, RequestDispatcher, RequestStream
 
+_log = get_logger()
 _GATHERED_BYTES = 4096
 """Packed tokens of a whole answer that are made text at once: 1,024 of them."""
 
@@ -216,12 +219,29 @@ class Completion:
             choice.output_tokens += num_tokens(bytes(gathered))
             if direct is not None:
                 direct.finish()
+            self._count_repairs(choice)
         if not choice.finished:
             raise EngineError("the worker's stream ended without a finish reason; try again")
+
+    def _count_repairs(self, choice: ChoiceText) -> None:
+        for repair in choice.repairs:
+            self._timer.repaired(repair)
+            _log_once(self._prepared.model.card.name, repair)
 
     def _explained(self, request: Request) -> Sequence[object]:
         """Give the routing decisions so far. Read at the start and at the end: retries add decisions, and the dispatcher forgets old ones."""
         return self._dispatcher.explain(request.request_id) if self._explains else ()
+
+
+@lru_cache(maxsize=1024)
+def _log_once(model: str, repair: Repair) -> None:
+    """Log that a model writes tool calls out of its grammar, once in this process; all of them are counted."""
+    _log.warning(
+        "tool_call_repaired",
+        model=model,
+        repair=repair.value,
+        counted="penstock_frontend_tool_call_repairs_total",
+    )
 
 
 def _feed_of(choice: ChoiceText, prepared: PreparedRequest) -> Callable[[Delta], TextEvent | None]:

@@ -1,5 +1,6 @@
 """Encodes prompts to tokens and block hashes: pure functions, run on the event loop, in a thread or in an encoder process."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -272,14 +273,19 @@ def _content(
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Decode a tool call's arguments from JSON text (the API) to an object (templates)."""
+    """Decode a tool call's arguments from JSON text (the API) to an object (templates).
+
+    Arguments that are none, as of another server's broken call, are the object's one value `arguments`.
+    """
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments") or "", str):
+    if not isinstance(function, dict):
         return call
-    try:
-        arguments = msgspec.json.decode(function.get("arguments") or "{}")
-    except (ValueError, RecursionError):
-        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = msgspec.json.decode(arguments.strip() or "{}")
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": arguments} if arguments else {}
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -123,7 +123,7 @@ def _remember(context: AnswerContext, blocks: Blocks) -> None:
     message = Message(role="assistant", content="")
     for block in blocks.all:
         if block.kind is Kind.TEXT:
-            message.content = f"{message.content}{block.text}"
+            message.content = f"{message.content}\n{block.text}" if message.content else block.text
         elif block.kind is Kind.REASONING:
             message.reasoning_content = (message.reasoning_content or "") + block.text
         else:
@@ -182,17 +182,8 @@ def _response(context: AnswerContext, blocks: Blocks, usage: Usage | None) -> di
 
 def _status(blocks: Blocks, block: Block) -> str:
     """Give the status of a block that is over: that in which the answer was cut is incomplete, unless it is a whole call."""
-    if blocks.finish_reason != "length" or block is not blocks.all[-1]:
-        return "completed"
-    return "completed" if block.kind is Kind.CALL and _is_json(block.text) else "incomplete"
-
-
-def _is_json(text: str) -> bool:
-    try:
-        msgspec.json.decode(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    is_cut = blocks.cuts_call if block.kind is Kind.CALL else blocks.finish_reason == "length"
+    return "incomplete" if is_cut and block is blocks.all[-1] else "completed"
 
 
 def _format(form: dict[str, Any] | None) -> dict[str, Any]:

@@ -51,7 +51,15 @@ class Blocks:
         self.all: list[Block] = []
         self.finish_reason: str | None = None
         self.stopped_by: str | None = None
+        self.cuts_call = False
+        """Whether the answer ended within its last call."""
         self._is_open = False
+
+    @property
+    def whole(self) -> list[Block]:
+        """All blocks but the call in which the answer ended."""
+        cut = self.cuts_call and next(block for block in reversed(self.all) if block.kind is Kind.CALL)
+        return [block for block in self.all if block is not cut]
 
     def feed(self, event: TextEvent) -> Iterator[tuple[Step, Block, str]]:
         """Take an event; yields what happens to which block, with the text that was added."""
@@ -67,6 +75,7 @@ class Blocks:
                 yield from self._add(Kind.CALL, call.arguments)
         if event.finish_reason is not None:
             self.finish_reason, self.stopped_by = event.finish_reason, event.stopped_by
+            self.cuts_call = event.cuts_call
             yield from self._close()
 
     def _add(
@@ -74,6 +83,7 @@ class Blocks:
     ) -> Iterator[tuple[Step, Block, str]]:
         if not self._is_open or self.all[-1].kind is not kind:
             yield from self._close()
+            text = text.lstrip() if kind is Kind.TEXT and self.all else text  # what keeps texts apart
             yield from self._open(Block(len(self.all), kind))
         block = self.all[-1]
         block.add(text, logprobs)

@@ -15,7 +15,7 @@ class TextEvent(
     """New text of one choice. Its last event has the finish reason.
 
     The last event also has the routing decisions, if the client asked for them. `text` is for the user; `reasoning` and `calls`
-    are there where the answer is parsed, `stopped_by` is the stop string that ended it. The first event has the `prompt`, if the answer says something of it.
+    are there where the answer is parsed, and `cuts_call` says at the end that the last call is not whole. `stopped_by` is the stop string that ended it. The first event has the `prompt`, if the answer says something of it.
     `token_ids` are there where the client asked for them: those of this text and of text held back so far, and the stop token.
     """
 
@@ -29,3 +29,4 @@ class TextEvent(
     stopped_by: str | None = None
     prompt: PromptPart | None = None
     token_ids: Sequence[int] | None = None
+    cuts_call: bool = False

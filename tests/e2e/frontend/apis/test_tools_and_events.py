@@ -200,7 +200,7 @@ FORCED += [(PARIS[:length], "named") for length in (0, 12)]
 async def chat(site: Site, choice: str, *, stream: bool) -> tuple[str, list[str], str]:
     """Give the text, each call's arguments, and why the answer ended."""
     asked: Any = {"model": "tiny", "messages": HI, "tools": CHAT_TOOLS}
-    asked["tool_choice"] = "required" if choice == "required" else NAMED
+    asked["tool_choice"] = NAMED if choice == "named" else choice
     if not stream:
         (whole,) = (await site.client.chat.completions.create(**asked)).choices
         arguments = [call.function.arguments for call in whole.message.tool_calls or []]
@@ -217,7 +217,7 @@ async def chat(site: Site, choice: str, *, stream: bool) -> tuple[str, list[str]
 
 async def responses(site: Site, choice: str, *, stream: bool) -> tuple[str, list[str], str]:
     asked: Any = {"model": "tiny", "input": "hello", "tools": [{"type": "function", **NAMED["function"]}]}
-    asked["tool_choice"] = "required" if choice == "required" else {"type": "function", "name": "weather"}
+    asked["tool_choice"] = {"type": "function", "name": "weather"} if choice == "named" else choice
     if stream:
         events = [event async for event in await site.client.responses.create(**asked, stream=True)]
         text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -232,14 +232,15 @@ async def responses(site: Site, choice: str, *, stream: bool) -> tuple[str, list
 async def messages(site: Site, choice: str, *, stream: bool) -> tuple[str, list[str], str]:
     asked: Any = {"model": "tiny", "messages": HI, "max_tokens": 300, "stream": stream}
     asked["tools"] = [{"name": "weather", "input_schema": SCHEMA}]
-    asked["tool_choice"] = {"type": "any"} if choice == "required" else {"type": "tool", "name": "weather"}
+    choices: Any = {"required": {"type": "any"}, "named": {"type": "tool", "name": "weather"}}
+    asked["tool_choice"] = choices.get(choice, {"type": choice})
     answer = await site.post("/v1/messages", **asked)
     assert answer.status == 200, answer.body
     if not stream:
         text = "".join(block["text"] for block in answer.json["content"] if block["type"] == "text")
-        count = sum(block["type"] == "tool_use" for block in answer.json["content"])
-        reason = answer.json["stop_reason"]
-        return text, [""] * count, "length" if reason == "max_tokens" else reason
+        used = [block["input"] for block in answer.json["content"] if block["type"] == "tool_use"]
+        calls, reason = [json.dumps(each, ensure_ascii=False) for each in used], answer.json["stop_reason"]
+        return text, calls, "length" if reason == "max_tokens" else reason
     text, calls, reason = "", {}, ""
     for event in answer.events:
         if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
@@ -291,8 +292,54 @@ async def test_forced_calls_that_are_cut_leave_no_text(api: Any) -> None:
             for stream in (False, True):
                 text, calls, reason = await api(site, choice, stream=stream)
                 assert (text, reason) == ("", "length"), (said, choice, stream)
-                assert len(calls) == (1 if choice == "named" else said.count('"weather"'))
+                begun = 1 if choice == "named" else said.count('"weather"')
+                whole = said.count("}") if choice == "named" else said.count("}}")
+                assert len(calls) == (begun if stream or api is responses else whole), (
+                    "what is cut is no call"
+                )
                 assert all(PARIS.startswith(arguments) for arguments in calls)
+
+
+@pytest.mark.parametrize("api", [chat, responses, messages])
+@pytest.mark.parametrize(
+    ("said", "text", "arguments"),
+    [
+        ('<tool_call>{"name": "weather", "arguments": null}</tool_call>', "", "{}"),
+        ('<think>hm <tool_call>{"name": "weather"}</tool_call></think>', "", "{}"),
+        (f'I look.<tool_call>{{"name": "weather", "arguments": {PARIS}}}</tool_call>So.', "I look.So.", PARIS),
+        (f'<think>a</think><think>b</think>So.</think><tool_call>{{"name": "weather", "arguments": {PARIS}}}', "So.", PARIS),
+    ],
+)  # fmt: skip
+async def test_calls_out_of_their_grammar_are_mended_in_every_api(
+    api: Any, said: str, text: str, arguments: str
+) -> None:
+    for at_once in (1, 100):
+        async with serving(dispatcher=says(said, at_once=at_once)) as site:
+            for stream in (False, True):
+                found, calls, reason = await api(site, "auto", stream=stream)
+                assert (found.replace("\n", ""), calls) == (text, [arguments])
+                assert reason in {"tool_calls", "tool_use", "completed"}
+            if "hm <tool_call>" in said:
+                assert await site.metric("penstock_frontend_tool_call_repairs_total{") == 2
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+async def test_a_call_that_is_cut_is_none_to_be_run(reason: str) -> None:
+    said = f'I look.<tool_call>{{"name": "weather", "arguments": {PARIS[:12]}'
+    async with serving(dispatcher=cut(said) if reason == "length" else says(said + "<stop>")) as site:
+        for stream in (False, True):
+            asked: Any = {"tools": CHAT_TOOLS, "stop": ["<stop>"], "stream": stream}
+            given = await ask(site, "/v1/chat/completions", messages=ASK, **asked)
+            choices = [choice for chunk in (given if stream else [given]) for choice in chunk["choices"]]
+            assert choices[-1]["finish_reason"] == reason
+            if not stream:
+                assert "tool_calls" not in choices[0]["message"]
+            asked = {"tools": [{"name": "weather", "input_schema": SCHEMA}], "stop_sequences": ["<stop>"]}
+            given = await ask(site, "/v1/messages", messages=ASK, max_tokens=300, stream=stream, **asked)
+            end = given[-2]["delta"] if stream else given
+            assert end["stop_reason"] == ("max_tokens" if reason == "length" else "stop_sequence")
+            if not stream:
+                assert [block["type"] for block in given["content"]] == ["text"]
 
 
 async def test_forced_calls_of_a_message_that_was_begun_are_calls_too() -> None:
@@ -323,7 +370,7 @@ async def test_a_whole_answer_goes_back_as_history() -> None:
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "I look."
-        assert choice.message.reasoning_content == "hm\n"
+        assert choice.message.reasoning == choice.message.reasoning_content == "hm\n"
         assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris é"}
         said = choice.message.model_dump(exclude_none=True)
         result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "rain"}

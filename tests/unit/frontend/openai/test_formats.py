@@ -150,12 +150,26 @@ def test_tools_that_may_not_be_called_are_not_shown() -> None:
         assert offered_tools(request(tool_choice=choice)) == shown
 
 
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"type": "object", "properties": {}}, {"properties": {}, "required": []}]
+)
+def test_a_tool_that_names_no_parameters_takes_none(parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+    named = structured_of(request(tools=tools, tool_choice=NOW)) or b""
+    assert msgspec.json.decode(named)["json"] == NOTHING
+    required = structured_of(request(tools=tools, tool_choice="required")) or b""
+    assert msgspec.json.decode(required)["json"]["$defs"]["0"] == NOTHING
+
+
 def test_required_calls_constrain_the_engine() -> None:
     assert structured_of(request()) is None
     assert structured_of(request(tool_choice="none")) is None
     named = structured_of(request(tool_choice=NOW))
     assert named is not None
-    assert msgspec.json.decode(named) == {"json": {"type": "object"}}
+    assert msgspec.json.decode(named)["json"] == NOTHING
     required = structured_of(request(tool_choice="required", parallel_tool_calls=False))
     assert required is not None
     schema = msgspec.json.decode(required)["json"]
@@ -267,7 +281,8 @@ def test_token_ids_are_beside_the_text_and_those_of_the_prompt_in_the_first_chun
         assert (one["choices"][0]["token_ids"], two["choices"][0]["token_ids"]) == ([3], [4, 5])
     thinking = TextEvent(0, "", prompt=prompt, token_ids=[3], reasoning="so")
     _, one = parse(stream(CHAT).event(thinking))
-    assert (one["choices"][0]["delta"], one["prompt_token_ids"]) == ({"reasoning_content": "so"}, [7, 8])
+    reasoning = {"reasoning": "so", "reasoning_content": "so"}
+    assert (one["choices"][0]["delta"], one["prompt_token_ids"]) == (reasoning, [7, 8])
     for envelope in (PLAIN, CHAT):
         whole = WholeAnswer(envelope, TOKEN_BYTES, choices=1, logprobs=False)
         whole.take(first)

@@ -17,9 +17,11 @@ from penstock.frontend.parsing.source import Parsed
 SCHEMAS: dict[str, Any] = {
     "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     "now": {},
+    "f": {},
 }
 TEMPLATES = {
     "hermes": "<tool_call> <think>",
+    "qwen3-coder": "<tool_call> <function= <think>",
     "json": '"parameters": dictionary of argument name and its value',
     "pythonic": "[func_name1(params_name1=params_value1)]",
     "mistral": "[TOOL_CALLS] [THINK]",
@@ -80,6 +82,42 @@ CASES: list[tuple[str, str, str, str, Calls]] = [
         [("weather", PARIS)],
     ),
     ("harmony", f" to=functions.weather<|channel|>commentary<|message|>{ROME}", "", "", [("weather", ROME)]),
+    # arguments are an object, whatever the model writes
+    *(("hermes", f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>', "", "", [("now", "{}")])
+      for written in ("null", '""', "[]", '"null"', '"Paris"', "5", "[1]", "", " ")),
+    ("hermes", "<tool_call>{\"name\": \"weather\", \"arguments\": {'city': 'Paris', 'days': 3}}</tool_call>", "", "", [("weather", PARIS)]),
+    ("hermes", f'<tool_call>{{"name": "weather", "arguments": {PARIS[:-1]}</tool_call>Well', "", "Well", [("weather", PARIS)]),
+    ("mistral", "[TOOL_CALLS]now[ARGS]null[TOOL_CALLS]now[ARGS][TOOL_CALLS]now", "", "", [("now", "{}")] * 3),
+    ("deepseek", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>null<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n```<｜tool▁call▁end｜>", "", "", [("now", "{}")] * 2),
+    ("harmony", "<|channel|>commentary to=functions.now <|message|><|call|>", "", "", [("now", "{}")]),
+    ("qwen3-coder", "<tool_call><function=now></function></tool_call>", "", "", [("now", "{}")]),
+    # what nothing announces is a call only with a declared name, and nothing but a call's keys
+    ("json", '{"name": "Ann", "age": 3} is she', "", '{"name": "Ann", "age": 3} is she', []),
+    ("json", '{"name": "now", "age": 3}', "", '{"name": "now", "age": 3}', []),
+    ("json", '{"parameters": {}, "name": "Ann"}', "", '{"parameters": {}, "name": "Ann"}', []),
+    ("json", '<|python_tag|>{"name": "Ann"}', "", "", [("Ann", "{}")]),
+    ("json", 'I look.<|python_tag|>{"name": "now"}', "", "I look.", [("now", "{}")]),
+    ("pythonic", "[print(x=1), now()]", "", "[print(x=1), now()]", []),
+    ("pythonic", "<|python_start|>[print(x=true)]<|python_end|>", "", "", [("print", '{"x": true}')]),
+    # a call ends open reasoning, and no mark of reasoning is the user's
+    ("hermes", '<think>plan <tool_call>{"name": "now"}</tool_call></think>', "plan ", "", [("now", "{}")]),
+    ("hermes", "<think>no <tool_call> yet</think>Use <tool_call> here", "no <tool_call> yet", "Use <tool_call> here", []),
+    ("hermes", "<think>a</think>b <think>c</think>d</think> e<think>f", "acf", "b d e", []),
+    ("hermes", "<think>a<think>b</think>c", "ab", "c", []),
+    ("qwen3-coder", "<think>plan <function=now></function></tool_call>", "plan ", "", [("now", "{}")]),
+    ("deepseek", "<think>plan<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜></think>so", "plan", "so", [("now", "{}")]),
+    ("mistral", "[THINK]plan[TOOL_CALLS]now{}[/THINK]so", "plan", "so", [("now", "{}")]),
+    # Qwen3-Coder without some of its tags
+    ("qwen3-coder", "<function=weather><parameter=city>Paris<parameter=days>3</tool_call>Well", "", "Well", [("weather", PARIS)]),
+    ("qwen3-coder", "<tool_call><function=weather>\n<parameter=city\nParis\n</parameter>\n<parameter=days>3</function><tool_call><function=now></function>", "", "", [("weather", PARIS), ("now", "{}")]),
+    ("qwen3-coder", f"<function=weather>{PARIS}</function>", "", "", [("weather", PARIS)]),
+    # recipients that are no functions
+    ("harmony", "<|start|>functions.now to=assistant<|channel|>commentary<|message|>noon<|end|><|start|>assistant<|channel|>final<|message|>It is noon.", "noon", "It is noon.", []),
+    ("harmony", " to=assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=now<|channel|>commentary<|message|>{}<|call|>", "", "I look.", [("now", "{}")]),
+    ("harmony", "<|channel|>commentary<|message|>I look.<|start|>assistant<|channel|>final<|message|>So.", "", "I look.\nSo.", []),
+    # text around a call is kept apart
+    *(("hermes", f'I look.{before}<tool_call>{{"name": "now"}}</tool_call>{after}So.', "", f"I look.{between}So.", [("now", "{}")])
+      for before, after, between in (("", "", "\n"), ("\n\n", "", "\n\n"), ("", " ", " "), ("\n", "\n", "\n"))),
     ("harmony", "no channel<|channel|>final<|message|>at first", "", "no channelat first", []),
 ]  # fmt: skip
 
@@ -203,7 +241,8 @@ def test_what_json_or_utf_8_has_not_becomes_text(family: str, text: str, call: t
 def test_a_list_whose_first_word_is_too_long_for_a_name_is_given_out_as_it_comes() -> None:
     parser = OutputParser(plan("pythonic"))
     assert "".join(parser.feed(text).content for text in ["[", *["word"] * 100]) == "[" + "word" * 100
-    assert read(plan("pythonic"), ["[" + "f" * 256 + "(a=1)]"])[2] == [("f" * 256, '{"a": 1}')]
+    longest = plan("pythonic", tools={"f" * 256: {}})
+    assert read(longest, ["[" + "f" * 256 + "(a=1)]"])[2] == [("f" * 256, '{"a": 1}')]
 
 
 TWO_CALLS = f'[{{"name": "weather", "parameters": {PARIS}}}, {{"parameters": {{}}, "name": "now"}}]'
@@ -274,3 +313,54 @@ def test_arguments_of_tags_have_the_types_of_the_schema() -> None:
     text = "<tool_call><function=weather><parameter=city>12</parameter><parameter=days>12</parameter></function></tool_call>"
     (call,) = read(plan("hermes"), [text])[2]
     assert json.loads(call[1]) == {"city": "12", "days": 12}
+
+
+STRING, NULL, INTEGER = {"type": "string"}, {"type": "null"}, {"type": "integer"}
+DEFINED: dict[str, Any] = {
+    "name": STRING,
+    "loop": {"$ref": "#/$defs/loop"},
+    "size": {"anyOf": [INTEGER, NULL]},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        *(({"anyOf": [STRING, NULL]}, text, value) for text, value in (("12345", "12345"), ("null", None), ('"a"', '"a"'))),
+        ({"oneOf": [STRING, NULL]}, "1.5", "1.5"),
+        ({"allOf": [STRING, {"minLength": 1}]}, "true", "true"),
+        ({"type": ["string", "null"]}, "007", "007"),
+        ({"type": ["string", "null"]}, "7", "7"),
+        ({"type": "string", "nullable": True}, "[1]", "[1]"),
+        ({"$ref": "#/$defs/name"}, "5", "5"),
+        ({"$ref": "#/$defs/size"}, "5", 5),
+        ({"$ref": "#/$defs/size"}, "None", None),
+        ({"$ref": "#/$defs/loop"}, "5", 5),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": ["1", "2"]}, "3", "3"),
+        ({"enum": ["auto", 1]}, "1", 1),
+        ({"const": "true"}, "true", "true"),
+        *(({"type": "boolean"}, text, True) for text in ("true", "True", "TRUE")),
+        ({"type": "array"}, "['x', True, None]", ["x", True, None]),
+        ({"anyOf": [{"type": "array"}, NULL]}, "[true, 'x']", [True, "x"]),
+        ({"type": "object"}, "{'a': (1, 2)}", {"a": [1, 2]}),
+        (STRING, "['x']", "['x']"),
+        (INTEGER, "many", "many"),
+        ({"type": ["string", "array"]}, '["x"]', ["x"]),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({}, "5", 5),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("place", [
+    lambda schema: {"properties": {"a": schema}, "$defs": DEFINED},
+    lambda schema: {"$ref": "#/$defs/own", "$defs": DEFINED | {"own": {"properties": {"a": schema}}}},
+    lambda schema: {"allOf": [{"properties": {"a": schema}}, {"properties": {"b": {}}}], "$defs": DEFINED},
+    lambda schema: {"additionalProperties": schema, "$defs": DEFINED},
+])  # fmt: skip
+def test_arguments_of_tags_are_what_any_form_of_schema_says(
+    schema: dict[str, Any], text: str, value: Any, place: Any
+) -> None:
+    written = f"<tool_call><function=f><parameter=a>\n{text}\n</parameter></function></tool_call>"
+    ((_, arguments),) = read(plan("qwen3-coder", tools={"f": place(schema)}), [written])[2]
+    found = json.loads(arguments)["a"]
+    assert (found, type(found)) == (value, type(value))

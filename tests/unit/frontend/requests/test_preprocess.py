@@ -230,6 +230,23 @@ def test_a_template_that_changes_the_last_message_is_refused() -> None:
     assert caught.value.param == "continue_final_message"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        *((nothing, "{}") for nothing in (None, "", " ", "null", "[]", {})),
+        ({"a": 1}, '{"a": 1}'),
+        ('{"a": 1}', '{"a": 1}'),
+        ('{"a": "Par', '{"arguments": "{\\"a\\": \\"Par"}'),
+        ("[1]", '{"arguments": [1]}'),
+    ],
+)
+def test_arguments_in_the_history_are_always_an_object(arguments: Any, shown: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = [Message(role="assistant", tool_calls=[call])]
+    text = text_of(chat(templated(), messages=said, add_generation_prompt=False))
+    assert text == f"[assistant]f{shown};"
+
+
 def test_history_reaches_the_template_as_it_was() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
     said = [
