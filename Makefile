@@ -1,11 +1,14 @@
 # `make demo` serves the demo model, `make test` runs the tests; both create .venv and install first.
 
-PYTHON ?= python3
+# By default that of .venv, so that a newer python3 of the machine changes nothing.
+ifndef PYTHON
+PYTHON := $(shell .venv/bin/python -c '' 2>/dev/null && echo .venv/bin/python || echo python3)
+endif
 PORT ?= 8000
 # cpu or pypi (for GPUs, 3 GB); by default the build for CPUs where there is no NVIDIA GPU.
 TORCH ?= auto
 # ON or OFF; by default ON where a C++20 compiler and Python's headers are found.
-PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null) && \
+PENSTOCK_NATIVE = $(shell include=$$('$(PYTHON)' -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null) && \
 	$(CXX) -std=c++20 -I"$$include" -include Python.h -include span -fsyntax-only -x c++ /dev/null 2>/dev/null && \
 	echo ON || echo OFF)
 CORES := $(shell nproc 2>/dev/null || echo 2)
@@ -56,6 +59,8 @@ ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests/unit 
 .DEFAULT_GOAL = help
 # The tests start hundreds of processes: without kept bytecode each compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
+# With these Python runs what is not in its environment.
+unexport PYTHONHOME PYTHONPATH
 .PHONY: help venv clients install-test demo test nightly test-clients test-vllm check lint types floors test-unit-1 test-unit-2 test-engine test-other test-conformance-1 test-conformance-2 fuzz fuzz-wire sanitize bench bench-quick format clean
 
 help:
@@ -177,9 +182,12 @@ venv: $(STAMP)
 # All that `make test` installs, without the tests.
 install-test: venv clients
 
-PYTHON_FOUND = command -v '$(PYTHON)' >/dev/null || { echo 'PYTHON=$(PYTHON): no such program; expected Python 3.11 or newer, such as PYTHON=python3' >&2; exit 2; }
-INSTALL = $(PYTHON_FOUND); $(PYTHON) tools/install.py --torch '$(TORCH)'
-INSTALLS_AGAIN = pyproject.toml uv.lock tools/install.py $(NATIVE_SOURCES)
+PYTHON_FOUND = command -v '$(PYTHON)' >/dev/null || { echo 'PYTHON=$(PYTHON): no such program; expected Python 3.11 to 3.14, such as PYTHON=python3' >&2; exit 2; }
+INSTALL = $(PYTHON_FOUND); '$(PYTHON)' tools/install.py --torch '$(TORCH)'
+# Also where .venv was moved here, or is of another Python, or of one that is gone.
+INSTALLS_AGAIN := pyproject.toml uv.lock tools/install.py $(NATIVE_SOURCES) $(shell \
+	test "$$($(BIN)/python -VV 2>&1)" = "$$('$(PYTHON)' -VV 2>&1)" && grep -qF "$$(pwd -P)/$(BIN)/python" $(BIN)/pip || echo other-venv)
+.PHONY: other-venv
 
 $(DEMO_STAMP): $(INSTALLS_AGAIN)
 	@$(INSTALL) --native '$(NATIVE)' --port '$(PORT)' demo
@@ -201,7 +209,7 @@ $(PENSTOCK_CLIENTS)/%/.installed: ci/clients/%.txt | $(STAMP)
 $(PENSTOCK_CLIENTS)/node/.installed: ci/clients/node/package.json
 	@echo 'Installing $< into $(@D).'
 	@rm -f $@ && mkdir -p $(@D) && cp $< $(@D)
-	@command -v npm >/dev/null || { $(PYTHON) -m venv $(@D)/nodejs && $(@D)/nodejs/bin/pip install -q $(NODEJS); }
+	@command -v npm >/dev/null || { '$(PYTHON)' -m venv $(@D)/nodejs && $(@D)/nodejs/bin/pip install -q $(NODEJS); }
 	@PATH="$$PATH:$(@D)/nodejs/bin" npm install --prefix $(@D) --silent --no-audit --no-fund --no-package-lock
 	@touch $@
 
