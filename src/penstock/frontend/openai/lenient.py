@@ -45,7 +45,6 @@ _NOT_SERVED = frozenset(
     {
         "use_beam_search",
         "truncate_prompt_tokens",
-        "thinking_token_budget",
         "prompt_embeds",
         "logits_processors",
         "custom_logit_processor",
@@ -56,6 +55,19 @@ _NOT_SERVED = frozenset(
     }
 )
 """Fields of vLLM or SGLang that would change an answer, and are no misspelt ones of ours."""
+_SWITCHES = frozenset(
+    {
+        "enable_thinking",
+        "enable_reasoning",
+        "think",
+        "thinking",
+        "reasoning",
+        "thinking_budget",
+        "thinking_token_budget",
+        "reasoning_budget",
+    }
+)
+"""Fields of other servers by which false, or 0, turns off the reasoning that a model is used to."""
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?", re.DOTALL)
 _ROUNDS_MAX = 16
 _NAMED_MAX = 256
@@ -110,6 +122,8 @@ def _drop_unknown(fields: dict[str, Any], problem: str, kind: type[msgspec.Struc
 
 
 def _is_neutral(name: str, value: Any) -> bool:
+    if name in _SWITCHES:
+        return value is None
     if name in _NEUTRAL:
         return value is None or value in _NEUTRAL[name]
     return name in _WITHOUT_EFFECT or value is None or value in (False, "", [], {})  # 0 equals False
@@ -119,7 +133,7 @@ def served_values(name: str) -> str | None:
     """Say which values of another server's field are served, as JSON; "" for none, and None for a field that is not known."""
     if name in _NEUTRAL:
         return " or ".join(json.dumps(value) for value in _NEUTRAL[name])
-    return "" if name in _NOT_SERVED else None
+    return "" if name in _NOT_SERVED | _SWITCHES else None
 
 
 def name_once(field: str) -> None:

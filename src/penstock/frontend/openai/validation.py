@@ -76,6 +76,7 @@ def check_chat(request: ChatRequest, choices_max: int) -> None:
             f"{request.max_completion_tokens}; send one of them",
             param="max_tokens",
         )
+    _check_range(request, "thinking_token_budget", 0, None)
     _check_range(request, "top_logprobs", 0, LOGPROBS_MAX)
     if request.top_logprobs and not request.logprobs:
         raise RequestError(

@@ -20,7 +20,7 @@ from penstock.frontend.openai.media import PART_TYPES, ContentPart, MediaPart, m
 from penstock.frontend.openai.tools import offered_tools
 from penstock.frontend.responses.truncation import answer_room, fitting_messages
 from penstock.frontend.text.models import ServedModel
-from penstock.frontend.text.template import ChatTemplate
+from penstock.frontend.text.template import THINKING_SWITCHES, ChatTemplate
 
 _UNREAD = (
     "user",
@@ -31,8 +31,8 @@ _UNREAD = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-_THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
-"""Variables of templates that turn reasoning off."""
+_THINKING_BUDGETS = frozenset({"thinking_budget", "thinking_token_budget"})
+"""Variables of templates that bound reasoning, in tokens."""
 _NO_EFFORT = ("none", "minimal")
 
 
@@ -189,9 +189,40 @@ def template_arguments(request: ChatRequest, model: ServedModel) -> dict[str, An
     if effort is not None and template is not None:
         if "reasoning_effort" in template.variables:
             arguments.setdefault("reasoning_effort", effort)
-        for switch in _THINKING_SWITCHES & template.variables:
+        for switch in THINKING_SWITCHES & template.variables:
             arguments.setdefault(switch, effort not in _NO_EFFORT)
+    if template is not None:
+        _set_thinking(arguments, request, template, model)
     return arguments
+
+
+def _set_thinking(
+    arguments: dict[str, Any], request: ChatRequest, template: ChatTemplate, model: ServedModel
+) -> None:
+    """Turn reasoning on or off, and bound it.
+
+    Raises:
+        RequestError: the template cannot, or `chat_template_kwargs` or another field says otherwise.
+    """
+    budget = request.thinking_token_budget
+    if budget is not None and (names := _THINKING_BUDGETS & template.variables):
+        arguments |= dict.fromkeys(names, budget)
+        budget = None
+    for field, value in (("enable_thinking", request.enable_thinking), ("thinking_token_budget", budget)):
+        if value is None:
+            continue
+        if not template.thinking_switches or (field == "thinking_token_budget" and value):
+            cannot = "bound reasoning" if value and value is not True else "turn reasoning on or off"
+            raise RequestError(
+                f"{field}: the chat template of model {model.card.name!r} cannot {cannot}; leave it out",
+                param=field,
+            )
+        for switch in template.thinking_switches:
+            if arguments.setdefault(switch, bool(value)) != bool(value):
+                raise RequestError(
+                    f"{field}: got {value!r}, but another field sets {switch} to {arguments[switch]!r}; send one of them",
+                    param=field,
+                )
 
 
 def encode_text(model: ServedModel, text: str, *, special: bool = True) -> TokenArray:

@@ -35,6 +35,10 @@ RESERVED = frozenset(
 """Variables that only the server sets, some from fields of their own; `chat_template_kwargs` may set any other."""
 
 
+THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Variables of templates that turn reasoning on and off."""
+
+
 class _NamedTemplate(msgspec.Struct):
     name: str
     template: str
@@ -92,6 +96,13 @@ class ChatTemplate:
         if not (self.takes_strings or self.takes_parts) and "tools" in self.variables:
             self._probe_arguments["tools"] = [_PROBE_TOOL]  # a template for tools alone
             self.takes_strings = self._shows(_PROBE)
+        user = [{"role": "user", "content": _PROBE}]
+        self.thinking_switches = frozenset(
+            name
+            for name in THINKING_SWITCHES & self.variables
+            if self._probed(user, **{name: True}) != self._probed(user, **{name: False})
+        )
+        """Those of `THINKING_SWITCHES` that change a prompt."""
         self.rules = probed(self._probed)
         """What it takes of the messages that the API allows."""
 

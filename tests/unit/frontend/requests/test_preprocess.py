@@ -28,7 +28,7 @@ from penstock.frontend.openai.bodies import (
 )
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
 from penstock.frontend.text.models import ServedModel
-from tests.support.tokenizer import tiny_card, tiny_model_files
+from tests.support.tokenizer import CHAT_TEMPLATE, tiny_card, tiny_model_files
 
 KEY = bytes(range(16))
 HI = [Message(role="user", content="the quick brown fox jumps over the lazy dog and sleeps")]
@@ -203,8 +203,8 @@ TEMPLATE = (
 )
 
 
-def templated() -> ServedModel:
-    config = json.dumps({"chat_template": TEMPLATE}).encode()
+def templated(template: str = TEMPLATE) -> ServedModel:
+    config = json.dumps({"chat_template": template}).encode()
     return ServedModel(tiny_card(), {**tiny_model_files(), "tokenizer_config.json": config})
 
 
@@ -263,6 +263,37 @@ def test_history_reaches_the_template_as_it_was() -> None:
 )
 def test_the_effort_of_reasoning_is_the_templates(effort: str, shown: str) -> None:
     assert text_of(chat(templated(), reasoning_effort=effort)).endswith(f"[assistant]{shown}")
+
+
+BUDGET = TEMPLATE.replace("enable_thinking", "thinking_budget")
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "shown"),
+    [
+        (TEMPLATE, {"enable_thinking": False}, "False"),
+        (TEMPLATE, {"enable_thinking": True}, "True"),
+        (TEMPLATE, {"thinking_token_budget": 0}, "False"),
+        (TEMPLATE, {"thinking_token_budget": 0, "reasoning_effort": "none"}, "noneFalse"),
+        (BUDGET, {"thinking_token_budget": 0}, "0"),
+        (BUDGET, {"thinking_token_budget": 5}, "5"),
+        (TEMPLATE, {"thinking_token_budget": 5}, "thinking_token_budget: the chat template .* cannot bound reasoning"),
+        (TEMPLATE, {"thinking_token_budget": 0, "enable_thinking": True}, "thinking_token_budget: got 0, but another field sets"),
+        (TEMPLATE, {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking: got False"),
+        *((BUDGET, {"enable_thinking": value}, "enable_thinking: .* cannot turn") for value in (False, True)),
+        *((CHAT_TEMPLATE, {"thinking_token_budget": value}, "thinking_token_budget: .* cannot") for value in (0, 5)),
+    ],
+)  # fmt: skip
+def test_reasoning_is_turned_off_and_bounded_where_the_template_can(
+    template: str, fields: dict[str, Any], shown: str
+) -> None:
+    served = templated(template)
+    if ":" in shown:
+        with pytest.raises(RequestError, match=shown) as caught:
+            chat(served, **fields)
+        assert caught.value.param == shown.partition(":")[0]
+    else:
+        assert text_of(chat(served, **fields)).endswith(f"[assistant]{shown}")
 
 
 def test_lower_priorities_of_a_body_come_first_as_in_vllm() -> None:
