@@ -31,6 +31,7 @@ FLAGS = {
         "paged: PyTorch (default); vllm; sglang; trtllm; openai: running servers, see --url; mock: synthetic text; module:make: your own",
     ),
     "--mock-speedup": ("roles.aggregated.mock.speedup", "X", "run the mock engine's clock X times as fast"),
+    "--chat-template": ("chat_template", "FILE", "Jinja file in the place of the model's chat templates"),
     "--host": ("frontend.host", "HOST", "address to listen on (default 127.0.0.1)"),
     "--port": ("frontend.port", "P", "port to listen on; 0 takes a free one (default 8000)"),
     "--api-key-file": (
@@ -137,6 +138,8 @@ def graph_of(options: argparse.Namespace) -> Any:
     roles = _roles_of(options)
     for flag, (place, _, _) in FLAGS.items():
         if (value := getattr(options, place)) is not None:
+            if place == "chat_template":  # a path in a graph is relative to that
+                value = str(Path(value).expanduser().resolve())
             for meant in _places(place, roles):
                 overrides.assign(meant, value, flag=flag)
     if options.planner_dry_run:

@@ -9,7 +9,7 @@ import msgspec
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
-from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.cards import ADDITIONAL_TEMPLATES, CHAT_TEMPLATE, CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR, MODEL_NAME
 from penstock.engine.paged.model.checkpoint import Checkpoint, refuse_absent
@@ -101,7 +101,7 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
         ConfigError: a required file is missing or malformed, or the context is longer than the model's.
     """
     context_length = checkpoint.served_context(graph.context_length)
-    contents = _card_files(checkpoint.path)
+    contents = _card_files(checkpoint.path, graph.chat_template)
     files = tuple(
         CardFile(name=name, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content))
         for name, content in contents.items()
@@ -142,7 +142,11 @@ def _loaded(card: ModelCard, contents: dict[str, bytes], directory: Path) -> Ser
         raise ConfigError(f"{directory}: {reason}") from error
 
 
-def _card_files(directory: Path) -> dict[str, bytes]:
-    """Read the files that frontends may fetch, by name."""
+def _card_files(directory: Path, chat_template: str | None) -> dict[str, bytes]:
+    """Read the files that frontends may fetch, by name; a chat template of the graph goes before those of the model."""
     configs = (directory / name for name in _CONFIGS)
-    return text_files(directory) | {path.name: path.read_bytes() for path in configs if path.is_file()}
+    files = text_files(directory) | {path.name: path.read_bytes() for path in configs if path.is_file()}
+    if chat_template is None:
+        return files
+    kept = {name: content for name, content in files.items() if not name.startswith(ADDITIONAL_TEMPLATES)}
+    return kept | {CHAT_TEMPLATE: chat_template.encode()}

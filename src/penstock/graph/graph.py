@@ -48,6 +48,8 @@ class Graph(Config):
     """Tokens in a KV block."""
     context_length: int | None = pydantic.Field(default=None, ge=1)
     """Longest prompt plus output of a request, in tokens; None is the model's own limit."""
+    chat_template: str | None = None
+    """Jinja in the place of the model's chat templates: a file's path, or the text itself; None takes the model's."""
     frontend: FrontendSpec = FrontendSpec()
     """The OpenAI-compatible server."""
     router: RouterConfig = RouterConfig()
@@ -151,7 +153,7 @@ class Graph(Config):
 
 
 def load(path: str | Path, overrides: Overrides | None = None) -> Graph:
-    """Read a graph from a YAML file, or from a Python file that sets `graph`; profile paths are relative to the file.
+    """Read a graph from a YAML file, or from a Python file that sets `graph`; paths of profiles and of the chat template are relative to the file.
 
     Args:
         path: a `.py` file is run, any other is YAML or JSON.
@@ -167,7 +169,7 @@ def load(path: str | Path, overrides: Overrides | None = None) -> Graph:
         if overrides:
             data = graph.model_dump(mode="json", exclude_unset=True)
             return build(data, overrides, source, directory=path.parent)
-        return _with_profiles(graph, path.parent, Overrides(), source)
+        return _with_files(graph, path.parent, Overrides(), source)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -193,22 +195,34 @@ def build(
     *,
     directory: Path = Path(),
 ) -> Graph:
-    """Build a graph from plain data and flags; profile paths are relative to `directory`.
+    """Build a graph from plain data and flags; paths of profiles and of the chat template are relative to `directory`.
 
     Raises:
         ConfigError: one line per mistake, each with its flag or `source`.
     """
     changes = overrides or Overrides()
     graph = Graph.parse(changes.apply(data), source=lambda path: changes.source_of(path, source))
-    return _with_profiles(graph, directory, changes, source)
+    return _with_files(graph, directory, changes, source)
 
 
-def _with_profiles(graph: Graph, directory: Path, overrides: Overrides, source: str) -> Graph:
-    """Check the roles' profiles and make their paths absolute, since workers run in other directories.
+def _with_files(graph: Graph, directory: Path, overrides: Overrides, source: str) -> Graph:
+    """Read the chat template, check the roles' profiles and make their paths absolute, since workers run in other directories.
 
     Raises:
-        ConfigError: a profile cannot be read.
+        ConfigError: a file cannot be read.
     """
+    if graph.chat_template is not None and "{" not in graph.chat_template:
+        path = (directory / Path(graph.chat_template).expanduser()).resolve()
+        where = f"{overrides.source_of(('chat_template',), source)}: chat_template: {path}"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{where}: {(error.strerror or str(error)).lower()}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where}: not UTF-8 text (byte {error.start}); a chat template is Jinja") from error
+        if "{" not in text:
+            raise ConfigError(f"{where}: has no Jinja; expected a chat template, such as {{{{ messages }}}}")
+        graph = graph.model_copy(update={"chat_template": text})
     changed = {}
     for name, role in graph.roles.present().items():
         if role.profile is None:

@@ -13,7 +13,15 @@ _log = get_logger()
 class ModelFiles:
     """Reads the files that a card lists, and no others."""
 
-    def __init__(self, directory: Path, files: Iterable[CardFile]) -> None:
+    def __init__(self, directory: Path, files: Iterable[CardFile], given: Iterable[bytes] = ()) -> None:
+        """Take a card's files.
+
+        Args:
+            directory: of the model.
+            files: of the card.
+            given: contents of those that are not in the directory.
+        """
+        self._given = {hashlib.sha256(content).hexdigest(): content for content in given}
         self._paths = {file.sha256: directory / file.name for file in files}
 
     def read(self, sha256: str) -> bytes | None:
@@ -21,6 +29,8 @@ class ModelFiles:
         path = self._paths.get(sha256)
         if path is None:
             return None
+        if sha256 in self._given:
+            return self._given[sha256]
         try:
             content = path.read_bytes()
         except OSError as error:

@@ -60,6 +60,23 @@ def test_the_token_that_a_template_ends_turns_with_ends_answers(
     assert engine_spec(graph, MOCK, open_checkpoint(graph), card=card).eos_token_ids == ends
 
 
+def test_a_chat_template_of_the_graph_goes_before_all_of_the_models(tmp_path: Path) -> None:
+    directory = make(tmp_path / "m")
+    (directory / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (directory / name).write_text("the model's")
+    given = "{{ messages }}"
+    plain, own = (
+        make_card(open_checkpoint(graph), graph, MOCK)
+        for graph in (Graph(model=str(directory)), Graph(model=str(directory), chat_template=given))
+    )
+    files = [{file.name: file.sha256 for file in card.files} for card in (plain, own)]
+    assert "additional_chat_templates/tool_use.jinja" in files[0]
+    assert "additional_chat_templates/tool_use.jinja" not in files[1]
+    assert files[1]["chat_template.jinja"] == hashlib.sha256(given.encode()).hexdigest()
+    assert plain.salt != own.salt
+
+
 def test_the_salt_follows_contents_and_number_formats_but_not_the_place(tmp_path: Path) -> None:
     def salt(directory: Path, role: RoleSpec) -> bytes:
         graph = Graph(model=str(directory))

@@ -295,6 +295,32 @@ def test_a_profile_lies_relative_to_the_graph_and_is_named_from_the_root(tmp_pat
         assert role.profile == str(tmp_path / "p.json")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("graph.yaml", "model: demo\nchat_template: t.jinja\n"),
+        ("graph.yaml", "model: demo\nchat_template: |-\n  {{ messages }}\n"),
+        (
+            "graph.py",
+            "from penstock.graph import Graph\ngraph = Graph(model='demo', chat_template='t.jinja')",
+        ),
+    ],
+)
+def test_a_chat_template_is_a_file_beside_the_graph_or_a_text(tmp_path, name, text) -> None:
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    path = write(tmp_path, text, name)
+    graph = load(path)
+    assert graph.chat_template == "{{ messages }}"
+    assert Graph.model_validate_json(graph.model_dump_json()) == graph
+    (tmp_path / "t.jinja").write_text("")
+    if "{" not in text:
+        with pytest.raises(ConfigError, match=r"chat_template: .*t\.jinja: has no Jinja"):
+            load(path)
+        (tmp_path / "t.jinja").unlink()
+        with pytest.raises(ConfigError, match=r"chat_template: .*t\.jinja: no such file"):
+            load(path, Overrides(["block_size=32"]))
+
+
 def test_a_profile_that_cannot_be_read_is_named_where_it_was_said(tmp_path: Path) -> None:
     path = write(tmp_path, "model: demo\nroles:\n  aggregated: {profile: p.json}\n")
     absent = "p.json: no such file; `penstock profile` writes one"

@@ -12,7 +12,13 @@ def test_only_what_the_card_lists_and_only_unchanged(tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(content)
     (tmp_path / "secret.txt").write_bytes(b"secret")
-    files = ModelFiles(tmp_path, [CardFile(name="config.json", sha256=sha256, size_bytes=8)])
+    given = hashlib.sha256(b"given").hexdigest()
+    listed = [
+        CardFile(name="config.json", sha256=sha256, size_bytes=8),
+        CardFile(name="absent", sha256=given, size_bytes=5),
+    ]
+    files = ModelFiles(tmp_path, listed, [b"given", b"secret"])
+    assert files.read(given) == b"given"
     assert files.read(sha256) == content
     assert files.read(hashlib.sha256(b"secret").hexdigest()) is None
     assert files.read("../secret.txt") is None

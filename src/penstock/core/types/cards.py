@@ -5,7 +5,8 @@ import msgspec
 from penstock.core.types.media import MediaKind
 from penstock.core.wire import Wire
 
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+CHAT_TEMPLATE = "chat_template.jinja"
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", CHAT_TEMPLATE, "chat_template.json")
 ADDITIONAL_TEMPLATES = "additional_chat_templates/"
 """Folder of a model's chat templates for other uses, each NAME.jinja."""
 

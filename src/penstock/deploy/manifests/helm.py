@@ -22,7 +22,7 @@ from penstock.deploy.manifests.pod_graph import GRAPH_FILE, pods_max
 from penstock.deploy.manifests.yaml_text import dump
 from penstock.graph import Graph, RoleSpec
 
-_FREE = {"served_name", "context_length", "block_size", "router", "slo", "request_plane"}
+_FREE = {"served_name", "context_length", "chat_template", "block_size", "router", "slo", "request_plane"}
 """Fields of a graph that change no object."""
 _OF_PICKER = {"served_name", "block_size"}
 """Of these, what the endpoint picker of a gateway is started with."""

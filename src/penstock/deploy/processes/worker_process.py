@@ -83,6 +83,7 @@ async def run_worker(
         host_part=job.host_part,
     )
     planes = Planes(graph, common, identity, rng=random.Random())
+    given = [] if graph.chat_template is None else [graph.chat_template.encode()]
     async with (
         gather_nodes(graph, job.home or job.role, checkpoint, identity, tell) as gathered,
         tracing(graph.tracing, "penstock-worker", name),
@@ -107,7 +108,7 @@ async def run_worker(
             card=job.card,
             prices=_prices(role, Path(job.model_dir)),
             adapters=job.adapters,
-            read_file=ModelFiles(Path(job.model_dir), job.card.files).read,
+            read_file=ModelFiles(Path(job.model_dir), job.card.files, given).read,
             config=graph.worker,
             agent=_transfer_agent(graph, job, name, common),
         )

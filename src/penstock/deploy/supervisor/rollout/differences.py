@@ -10,7 +10,7 @@ from penstock.deploy.control.messages import Difference
 from penstock.graph import Graph, RoleSpec
 
 ALL = "all"
-_REPLACING = {"model", "context_length", "worker"}
+_REPLACING = {"model", "context_length", "chat_template", "worker"}
 """Parts of a graph, besides roles, that only workers read."""
 _AT_START = {
     "frontend": "frontends read it at their start",
@@ -162,4 +162,5 @@ def _refused(role: str, field: str, old: object, new: object, why: str) -> Diffe
 
 def _text(value: object) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = " ".join(text.split())
     return text if len(text) <= _TEXT_MAX else f"{text[: _TEXT_MAX - 3]}..."
