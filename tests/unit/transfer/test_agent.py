@@ -40,18 +40,6 @@ async def _play():
         yield agent, owner, channel, prepared
 
 
-async def test_a_transfer_is_pending_until_it_ends_and_then_notifies():
-    async with _play() as (agent, owner, channel, prepared):
-        handle = prepared.post(WRITE, notify=b"done")
-        await asyncio.sleep(1)
-        assert handle.state is TransferState.PENDING
-        channel.free.set()
-        await handle.wait()
-        assert handle.state is TransferState.DONE
-        assert await anext(owner.notifications()) == ("a", b"done")
-        assert agent.transfers_under_way == 0
-
-
 async def test_more_transfers_than_allowed_are_refused():
     async with _play() as (_agent, _owner, channel, prepared):
         first, second = prepared.post(READ), prepared.post(READ)
@@ -113,16 +101,6 @@ async def test_a_fault_of_a_transport_is_an_error_of_the_transfer_only():
         assert agent.counters.transfers == {"memory": 1}
 
 
-async def test_a_peer_that_is_gone_ends_its_transfers():
-    async with _play() as (_agent, owner, _channel, prepared):
-        handle = prepared.post(READ)
-        await owner.close()
-        with pytest.raises(PeerLost, match="agent b is gone"):
-            await handle.wait()
-        with pytest.raises(PeerLost):
-            prepared.post(READ)
-
-
 async def test_notifications_that_nobody_reads_end_the_link():
     async with _play() as (agent, owner, _channel, prepared):
         for _ in range(5):
@@ -166,12 +144,3 @@ async def test_read_only_memory_is_a_source_and_no_target():
             agent.post(READ, source.ranges(), target.ranges())
         with pytest.raises(TransferRefused, match="read-only"):
             agent.post(WRITE, target.ranges(), source.ranges())
-
-
-async def test_a_region_is_known_by_the_name_it_is_registered_with_or_else_by_its_own():
-    async with TransferAgent("a", IN_PROCESS) as agent, TransferAgent("b", IN_PROCESS) as owner:
-        memory = np.zeros(64, np.uint8)
-        region = Region(MemoryKind.DRAM, 64, "own", memory.ctypes.data, owner=memory)
-        owned = [owner.register(region), owner.register(region, "given")]
-        peer = await agent.connect(owner.metadata(owned))
-        assert [peer.region(name).region_id for name in ("own", "given")] == [one.region_id for one in owned]

@@ -97,18 +97,6 @@ async def test_a_lost_peer_is_forgotten_with_all_that_was_opened_for_it():
             agent.estimate(TransferOp.READ, 8, 1, "b")
 
 
-async def test_disconnecting_meanwhile_ends_a_connect():
-    async with _play() as (agent, owner, transport):
-        connecting = asyncio.ensure_future(agent.connect(owner.metadata()))
-        await asyncio.sleep(0.1)
-        await agent.disconnect("b")
-        transport.may.set()
-        with pytest.raises(PeerLost, match="disconnected"):
-            await connecting
-        assert not agent.peers
-        assert transport.closed == 1
-
-
 async def test_regions_of_two_peers_with_one_number_are_two():
     async with _play() as (agent, owner, transport):
         transport.may.set()

@@ -6,35 +6,13 @@ import pytest
 
 from penstock.core.errors import EngineError, RequestError, Unavailable, WorkerLost
 from penstock.core.types.instances import InstanceState, Role
-from penstock.engine.scheduling.config import SchedulerConfig
 from tests.support import kv_transfer_scene
-from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request
 from tests.support.scenes import run_by
 
 
 def run_scenario(scene, names=("p0", "d0"), *, engine=tiny_engine, **options):
     kv_transfer_scene.run_scenario(scene, names, engine=lambda _name: engine(), **options)
-
-
-def prefilled(cluster, name):
-    return cluster.engine(name).load().prefilled_tokens
-
-
-@run_by(run_scenario)
-async def test_a_prefill_worker_decodes_and_prefills_again(cluster, dispatcher):
-    alone = await whole_answer(dispatcher, tiny_request("a"))
-    changed = await dispatcher.change_role("p0", Role.DECODE)
-    assert (changed.before, changed.role) == (Role.PREFILL, Role.DECODE)
-    assert cluster.worker("p0").instance.role is Role.DECODE
-    before = prefilled(cluster, "p0") + prefilled(cluster, "d0")
-    for number in range(4):  # whole ones, each where fewer are
-        assert await whole_answer(dispatcher, tiny_request(f"b{number}", seed=number)) is not None
-    assert prefilled(cluster, "p0") + prefilled(cluster, "d0") - before >= 3 * 48
-    await dispatcher.change_role("p0", Role.PREFILL)
-    d0 = prefilled(cluster, "d0")
-    assert (await whole_answer(dispatcher, tiny_request("c", seed=9)))[1] is not None
-    assert prefilled(cluster, "d0") - d0 == 1, "prompts come from the prefill worker again"
-    assert (await whole_answer(dispatcher, tiny_request("d")))[0] == alone[0]
 
 
 @run_by(run_scenario, ("p0", "d0", "d1"))
@@ -125,20 +103,3 @@ async def test_who_asked_may_go_and_the_change_goes_on(cluster, dispatcher):
     await asyncio.sleep(1)
     assert cluster.worker("p0").instance.role is Role.DECODE
     assert cluster.worker("p0").instance.state is InstanceState.READY
-
-
-def test_routers_hear_of_what_the_worker_takes_on_in_its_new_role():
-    def engine():
-        made = tiny_engine()
-        made.by_role = {Role.PREFILL: SchedulerConfig(max_batch_tokens=300)}
-        return made
-
-    async def scene(cluster, dispatcher):
-        before = cluster.worker("d0").instance.engine
-        assert before.max_batch_tokens < 300
-        await dispatcher.change_role("d0", Role.PREFILL)
-        assert cluster.worker("d0").instance.engine.max_batch_tokens == 300
-        await dispatcher.change_role("d0", Role.DECODE)
-        assert cluster.worker("d0").instance.engine == before
-
-    run_scenario(scene, ("p0", "d0", "d1"), engine=engine)

@@ -47,21 +47,6 @@ async def test_a_worker_that_sleeps_gets_nothing_and_wakes_without_its_cache(clu
     await dispatcher.wake_up(other)
 
 
-@run_by(run_scenario)
-async def test_what_is_under_way_is_finished_first(cluster, dispatcher):
-    async with dispatcher.open(tiny_request("a", max_tokens=100)) as stream:
-        await anext(stream)
-        worker = dispatcher.explain("a")[-1].worker
-        falling = asyncio.ensure_future(dispatcher.sleep(worker, 1))
-        await asyncio.sleep(0.3)
-        assert not falling.done()
-        assert cluster.worker(worker).instance.state is InstanceState.DRAINING
-        async for _ in stream:
-            pass
-    assert stream.migrations == 0
-    assert (await falling).state is InstanceState.ASLEEP
-
-
 @pytest.mark.parametrize(
     ("ask", "status", "why"),
     [

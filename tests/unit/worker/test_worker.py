@@ -5,7 +5,6 @@ import threading
 
 from msgspec.structs import replace
 
-from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId
 from penstock.core.types.events import BlockStored, EventBatch, EventSnapshot
 from penstock.core.types.requests import Delta, FinishReason, Request
@@ -56,23 +55,6 @@ async def test_only_its_own_frontend_aborts_a_request(stage: Stage):
     assert stage.engine.aborted == []
     stage.worker.abort(RequestId("a"), owner)
     assert stage.engine.aborted == ["a"]
-
-
-@run_by(run_scenario)
-async def test_a_refusal_is_a_delta(stage: Stage):
-    sink = stage.sink()
-    stage.engine.refusal = RequestError("too long", param="messages")
-    stage.worker.submit(make_request("a"), sink)
-    stage.engine.refusal = KeyError("a bug")
-    stage.worker.submit(make_request("b"), sink)
-    stage.engine.refusal = None
-    stage.worker.submit(make_request("c", hashes=b""), sink)
-    assert [sink.error(name) for name in "abc"] == [
-        "invalid_request_error",
-        "engine_error",
-        "invalid_request_error",
-    ]
-    assert not stage.engine.requests
 
 
 @run_by(run_scenario)

@@ -105,20 +105,3 @@ async def test_what_one_frontend_sends_the_others_hear_with_the_next_turn(stage:
     await asyncio.sleep(0.06)
     load = second.loads[-1]
     assert (load.peers, load.peer_requests, load.peer_prefill_tokens, load.peer_arrivals) == (0, 0, 0, 3)
-
-
-@run_by(run_scenario)
-async def test_a_request_sent_without_knowing_of_others_comes_back_behind_the_load_it_lacked(stage: Stage):
-    first, second = stage.sink(), stage.sink()
-    stage.worker.submit(make_request("a", known_peer_arrivals=0), first)
-    seen = []
-    second.push_load = seen.append
-    second.push = seen.extend
-    stage.worker.submit(make_request("b", known_peer_arrivals=0), second)
-    load, delta = seen[-2:]
-    assert (load.peer_arrivals, load.accepted_requests) == (1, 1)
-    assert delta.error.code == "stale_route"
-    assert "1 requests" in delta.error.message
-    stage.worker.submit(make_request("b", known_peer_arrivals=1), second)
-    stage.worker.submit(make_request("c"), second)
-    assert list(stage.engine.requests) == ["a", "b", "c"]

@@ -1,20 +1,10 @@
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.perf.model.catalogue import find_shape, known_shapes
+from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import Dtype, find_hardware
 from penstock.perf.model.parallel import parallelisms
 from penstock.perf.roofline.roofline import Roofline
-
-
-def test_known_shapes_have_their_parameters():
-    billions = {name: find_shape(name).total_params() / 1e9 for name in known_shapes()}
-    assert billions == {
-        "deepseek-r1": pytest.approx(671, rel=0.001),
-        "gpt-oss-120b": pytest.approx(116.8, rel=0.001),
-        "llama-3.1-8b": pytest.approx(8.03, rel=0.01),
-        "llama-3.1-70b": pytest.approx(70.6, rel=0.01),
-    }
 
 
 def test_gpt_oss_has_small_experts_and_a_window_in_every_other_layer():

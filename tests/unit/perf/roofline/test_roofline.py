@@ -86,30 +86,6 @@ def test_every_query_sees_itself_and_what_its_window_holds(new: int, cached: int
     assert causal_pairs(new, cached, window) == sum(seen)
 
 
-def test_a_window_bounds_flops_and_bytes_of_its_layers_alone() -> None:
-    """16 of 32 layers see 1,024 tokens at most, the others all."""
-    kinds = ["sliding_attention", "full_attention"] * 16
-    mixed = shape_of(LLAMA_8B | {"sliding_window": 1024, "layer_types": kinds}, name="m")
-    tokens, batch = 16_384, 8
-    engines = [Roofline(shape, H100, factors=IDEAL) for shape in (SHAPE, mixed)]
-    saved_pairs = sum(max(number - 1024, 0) for number in range(1, tokens + 1))
-    saved_s = 16 * 4 * 32 * 128 * saved_pairs / 989e12
-    prefill_s, windowed_s = (engine.prefill_s(tokens) for engine in engines)
-    assert prefill_s - windowed_s == pytest.approx(saved_s, rel=0.001)
-    saved_bytes = 16 * 2 * 8 * 128 * 2 * batch * (tokens - 1024)
-    decode_s, windowed_s = (engine.decode_step_s(batch, batch * tokens) for engine in engines)
-    assert decode_s - windowed_s == pytest.approx(saved_bytes / 3.35e12, rel=0.001)
-
-
-def test_the_head_is_computed_once_for_each_prompt() -> None:
-    prompts = 8192
-    engine = Roofline(SHAPE, H100, factors=IDEAL)
-    many, one = engine.prefill_batch_s([(1, 0)] * prompts), engine.prefill_s(prompts)
-    attention_s = (prompts * (prompts + 1) / 2 - prompts) * 32 * 4 * 32 * 128 / 989e12
-    head_s = 2 * prompts * SHAPE.head_params() / 989e12 - SHAPE.head_params() * 2 / 3.35e12
-    assert many - one == pytest.approx(head_s - attention_s, rel=0.001)
-
-
 def test_decode_is_linear_in_context() -> None:
     roofline = Roofline(SHAPE, H100)
     low, middle, high = (roofline.decode_step_s(7, context) for context in (10_000, 30_000, 50_000))

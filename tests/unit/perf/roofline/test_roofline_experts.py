@@ -38,13 +38,6 @@ def test_a_larger_batch_reads_more_experts() -> None:
     assert hit(256) > 255
 
 
-def test_a_token_costs_two_flops_a_parameter() -> None:
-    tokens = 1 << 16
-    found = engine(only("h200", flops_per_s={Dtype.FP8: 1e15, Dtype.BF16: ENDLESS}), tp=8).prefill_s(tokens)
-    multiplied = R1.active_params() - HEAD - MOE_LAYERS * GATE
-    assert found == pytest.approx(2 * multiplied * tokens / 8 / 1e15, rel=0.001)
-
-
 def test_latent_attention_decodes_on_latents_and_copies_them() -> None:
     """Scores over 512 + 64 and sums over 512 elements for each of 128 heads; TP cuts heads, not latents."""
     batch, context = 16, 100_000
@@ -92,42 +85,12 @@ def test_one_prompt_runs_on_one_copy_of_the_attention() -> None:
     assert eight < ninth < eight * 1.01
 
 
-def test_experts_that_do_not_come_out_even_are_held_twice() -> None:
-    """256 experts on 72 devices are 4 on each; all 4 are read, but the work is shared evenly."""
-    held = engine("gb200", Dtype.NVFP4, dp=72, ep=72).weight_bytes_per_device()
-    even = engine("gb200", Dtype.NVFP4, dp=64, ep=64).weight_bytes_per_device()
-    assert held == even
-    read_s = engine(only("gb200", bandwidth_bytes_per_s=8e12), dp=72, ep=72).decode_step_s(72 * 256, 0)
-    dense = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * SHARED + 2 * HEAD
-    assert read_s == pytest.approx((dense + MOE_LAYERS * 4 * EXPERT) / 8e12, rel=0.001)
-
-
 @pytest.mark.parametrize("ep", [32, 64])
 def test_exchange_within_an_nvlink_domain(ep: int) -> None:
     """Eight copies of a token, 1 byte an element out and 2 back, all but the device's own share."""
     gb200 = only("gb200", scale_up_bytes_per_s=900e9)
     found = engine(gb200, dp=ep, ep=ep).decode_step_s(64 * ep, 0)
     assert found == pytest.approx(MOE_LAYERS * 64 * 8 * HIDDEN * 3 * (ep - 1) / ep / 900e9, rel=0.001)
-
-
-def test_exchange_across_domains_goes_over_the_network() -> None:
-    """EP 32 on hosts of 8: few tokens cross once an expert, many once a host, of which routing reaches 4."""
-    wide = engine(only("h100", scale_out_bytes_per_s=50e9), dp=32, ep=32)
-    token_s = MOE_LAYERS * HIDDEN * 3 * (1 - 8 / 32) / 50e9
-    assert wide.decode_step_s(64 * 32, 0) == pytest.approx(64 * 8 * token_s, rel=0.001)
-    hosts = 4 * (1 - (3 / 4) ** 8)
-    assert wide.prefill_batch_s([(8192, 0)] * 32) == pytest.approx(8192 * hosts * token_s, rel=0.001)
-    domain = engine(only("gb200", scale_out_bytes_per_s=50e9), dp=32, ep=32)
-    assert domain.decode_step_s(64 * 32, 0) == pytest.approx(0, abs=1e-9)
-
-
-def test_experts_alone_in_four_bits() -> None:
-    mixed = Roofline(R1, find_hardware("gb200"), Parallel(dp=32, ep=32), Dtype.FP8, expert_dtype=Dtype.NVFP4)
-    dense = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * (SHARED + GATE)
-    assert mixed.weight_bytes_per_device() == pytest.approx(
-        dense + MOE_LAYERS * 256 * EXPERT / 32 * 0.5625 + 2 * HEAD * 2
-    )
-    assert mixed.kv_dtype is Dtype.FP8
 
 
 @pytest.mark.parametrize(

@@ -40,20 +40,6 @@ def test_measured_all_reduces_of_other_hardware(table: dict[str, Any]) -> None:
         assert max(errors) < 0.6, errors
 
 
-def test_a_small_one_takes_its_latency_and_a_large_one_its_bytes() -> None:
-    model, factors = collectives("h100", 8, Factors()), Factors()
-    assert model.all_reduce_s(0) == factors.all_reduce_s
-    gigabyte_s = model.all_reduce_s(1e9 / 16_384)
-    assert gigabyte_s == pytest.approx(1e9 * 2 * 7 / 8 / (450e9 * factors.all_reduce_bandwidth), rel=0.02)
-
-
-def test_between_them_it_grows_faster_than_its_bytes() -> None:
-    model = collectives("h100", 8, Factors())
-    row_s = model.all_reduce_s(2) - model.all_reduce_s(1)
-    late_row_s = model.all_reduce_s(10_001) - model.all_reduce_s(10_000)
-    assert row_s > 4 * late_row_s
-
-
 SHAPE = find_shape("llama-3.1-8b")
 H100 = find_hardware("h100")
 PLAIN = Roofline(SHAPE, H100)

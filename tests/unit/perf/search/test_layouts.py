@@ -15,7 +15,7 @@ from penstock.perf.model.hardware import Dtype, find_hardware
 from penstock.perf.model.parallel import Parallel, parallelisms
 from penstock.perf.roofline.roofline import Roofline
 from penstock.perf.search.demand import Demand
-from penstock.perf.search.pool import Pool, Share, aggregated_share, decode_share, prefill_share
+from penstock.perf.search.pool import Pool, aggregated_share, decode_share, prefill_share
 from penstock.perf.search.queueing import wait_s
 from penstock.perf.search.search import LayoutSearch
 from tests.support.linear_engine import LinearEngine
@@ -89,22 +89,6 @@ def test_the_largest_rate_keeps_the_targets_and_a_little_more_does_not(share, to
     assert more is None or more.ttft_s > DEMAND.ttft_s or more.itl_s > DEMAND.itl_s
 
 
-def test_memory_bounds_the_streams():
-    room = 20 * 1100
-    found = Pool(LinearEngine(kv_capacity_tokens=room), 1, 512).largest(decode_share(DEMAND, 64), DEMAND)
-    assert found is not None
-    assert found[1].batch < 20
-    assert (
-        Pool(LinearEngine(kv_capacity_tokens=1100), 1, 512).predict(aggregated_share(DEMAND), 50.0, 90.0)
-        is None
-    )
-
-
-def test_no_step_has_more_tokens_than_it_may():
-    share = Share(new_tokens=1000, cached_tokens=0, answer_tokens=100)
-    assert Pool(LinearEngine(), 1, 4).predict(share, 9.0, 90.0) is None, "four streams would fill it"
-
-
 STRICT = Demand(input_tokens=1000, output_tokens=101, ttft_s=1.0, itl_s=0.03)
 
 
@@ -128,15 +112,6 @@ def search(devices, demand=STRICT, choices=SINGLE, link_bytes_per_s=1e12, price=
 
 def counts(layout):
     return {role_layout.role: role_layout.workers for role_layout in layout.role_layouts}
-
-
-def test_prompts_get_the_devices_that_they_need():
-    # A prompt takes 120 ms of a device, or hardly more than 100 beside many others. A decode worker takes any number of streams in steps of 20 ms, as long as the 40
-    # tokens of each prompt that it computes again do not fill its time: 24 ms for one, 0.4 s for a hundred at once.
-    best = search(8).disaggregated()[0]
-    assert counts(best) == {Role.PREFILL: 7, Role.DECODE: 1}
-    assert 7 / 0.12 * 0.8 < best.rate_per_s < 7 / 0.1
-    assert best.devices == 8
 
 
 def test_answers_get_more_where_they_are_longer():

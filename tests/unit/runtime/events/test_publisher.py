@@ -5,7 +5,6 @@ from penstock.core.types.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    EventBatch,
     EventSnapshot,
     Tier,
 )
@@ -20,14 +19,6 @@ def stored(*hashes, parent=None, tier=Tier.DEVICE):
 
 def removed(*hashes, tier=Tier.DEVICE):
     return BlockRemoved(block_hashes=pack_hashes(hashes), tier=tier)
-
-
-class Sink:
-    def __init__(self):
-        self.messages = []
-
-    def push_event(self, message):
-        self.messages.append(message)
 
 
 def said(publisher, after):
@@ -48,26 +39,6 @@ def replayed(messages):
             parent = block_hash
         mirror.apply(event)
     return mirror
-
-
-def test_batches_are_numbered_from_one_and_pushed():
-    publisher, sink = EventPublisher(), Sink()
-    publisher.subscribe(sink)
-    publisher.subscribe(sink)
-    publisher.publish([])
-    publisher.publish([stored(1)])
-    publisher.publish([stored(2), removed(1)])
-    pushed = [
-        EventBatch(sequence=1, events=(stored(1),)),
-        EventBatch(sequence=2, events=(stored(2), removed(1))),
-    ]
-    assert sink.messages == said(publisher, 0) == pushed
-    assert said(publisher, 1) == pushed[1:]
-    publisher.unsubscribe(sink)
-    publisher.unsubscribe(sink)
-    publisher.publish([stored(3)])
-    assert len(sink.messages) == 2
-    publisher.check()
 
 
 @pytest.mark.parametrize(
@@ -98,59 +69,12 @@ def test_the_ring_is_bounded_by_hashes_too():
     publisher.check()
 
 
-@pytest.mark.parametrize(
-    ("batches", "events"),
-    [
-        ([], ()),
-        ([[stored(1, 2, 3)], [stored(4, parent=3)]], (stored(1, 2, 3, 4),)),
-        ([[stored(1, 2)], [removed(1)]], (stored(2, parent=1),)),
-        ([[stored(2**64 - 1, 2**63, parent=5)]], (stored(2**64 - 1, 2**63, parent=5),)),
-    ],
-    ids=["nothing", "one chain", "a parent that is gone", "64 bits"],
-)
-def test_a_snapshot_says_chains_in_one_piece(batches, events):
-    publisher = EventPublisher()
-    for batch in batches:
-        publisher.publish(batch)
-    assert said(publisher, None) == [EventSnapshot(sequence=len(batches), chunk=0, last=True, events=events)]
-
-
-def test_a_snapshot_puts_parents_first_even_where_they_came_later():
-    publisher = EventPublisher()
-    publisher.publish([stored(1, 2, 3), stored(9, parent=2), stored(10, parent=9)])
-    publisher.publish([removed(1)])
-    publisher.publish([stored(1)])
-    assert replayed(said(publisher, None)).counts() == publisher.mirror.counts()
-
-
-def test_copies_are_counted_and_tiers_kept_apart():
-    publisher = EventPublisher()
-    publisher.publish([stored(1, 2), stored(1, 2), removed(2), stored(2, 3, parent=1, tier=Tier.HOST)])
-    counts = {(1, Tier.DEVICE): 2, (2, Tier.DEVICE): 1, (2, Tier.HOST): 1, (3, Tier.HOST): 1}
-    assert publisher.mirror.counts() == counts
-    assert replayed(said(publisher, None)).counts() == counts
-    publisher.publish([AllBlocksCleared()])
-    assert publisher.mirror.counts() == {}
-    publisher.check()
-
-
 def test_removing_what_is_not_held_is_counted_and_harmless():
     publisher = EventPublisher()
     publisher.publish([removed(1), stored(1), removed(1), removed(1)])
     assert publisher.mirror.counts() == {}
     assert publisher.mirror.unknown_removals == 2
     publisher.check()
-
-
-def test_chunks_are_of_the_size_asked_for_and_lose_nothing():
-    publisher = EventPublisher(EventConfig(snapshot_chunk_hashes=4))
-    publisher.publish([stored(*range(1, 11))])
-    publisher.publish([stored(*range(20, 23)), stored(30), stored(31, parent=30, tier=Tier.DISK)])
-    chunks = said(publisher, None)
-    assert [chunk.chunk for chunk in chunks] == list(range(len(chunks)))
-    assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    assert all(sum(len(unpack_hashes(e.block_hashes)) for e in chunk.events) <= 4 for chunk in chunks)
-    assert replayed(chunks).counts() == publisher.mirror.counts()
 
 
 def test_a_long_snapshot_is_made_a_bounded_part_at_a_time():
@@ -162,14 +86,6 @@ def test_a_long_snapshot_is_made_a_bounded_part_at_a_time():
     assert len(made) > 20, "most turns only look at blocks"
     assert all(len(message.events) <= 512 for message in made if message is not None)
     assert replayed(filter(None, made)).counts() == publisher.mirror.counts()
-
-
-def test_blocks_that_do_not_hang_together_come_in_more_and_smaller_messages():
-    publisher = EventPublisher()
-    publisher.publish([stored(block_hash) for block_hash in range(1, 3000)])
-    made = said(publisher, None)
-    assert max(len(message.events) for message in made) == 512
-    assert replayed(made).counts() == publisher.mirror.counts()
 
 
 def test_those_who_read_a_snapshot_at_once_share_it_and_go_on_with_the_tail():

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.core.types.events import BlockStored, EventBatch, EventPosition, EventSnapshot
+from penstock.core.types.events import BlockStored, EventBatch, EventSnapshot
 from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.subscriber import EventSubscriber
@@ -67,17 +67,6 @@ class Recorder(EventSubscriber):
         self.applied(worker_id, part.events)
 
 
-async def test_it_asks_for_a_snapshot_once_and_follows_in_order():
-    subscriber = Recorder()
-    assert (subscriber.times, subscriber.asked, subscriber.synced) == ([0], [None], False)
-    subscriber.told(snapshot(3, 1, 2), batch(4), batch(5))
-    assert (subscriber.blocks, subscriber.sequence, subscriber.synced) == ([1, 2, 4, 5], 5, True)
-    subscriber.told(batch(2), batch(3), snapshot(3, 9), snapshot(2, 9, chunk=1), batch(5))
-    assert (subscriber.blocks, subscriber.faults) == ([1, 2, 4, 5], ["repeated"] * 5)
-    await asyncio.sleep(100)
-    assert (subscriber.asked, subscriber.resyncs) == ([None], 0)
-
-
 async def test_a_gap_is_asked_for_once_after_a_jitter():
     subscriber = Recorder(snapshot(3), batch(6), batch(7), batch(8))
     assert (subscriber.blocks, subscriber.synced, subscriber.resyncs) == ([], False, 1)
@@ -111,16 +100,6 @@ async def test_batches_that_come_during_a_snapshot_follow_it_and_missing_ones_ar
     assert (subscriber.blocks, subscriber.synced) == ([1, 2, 6, 7, 8, 9], True)
 
 
-async def test_a_position_beyond_what_came_is_a_gap_and_others_are_none():
-    subscriber = Recorder(snapshot(3), EventPosition(sequence=3))
-    assert subscriber.synced
-    subscriber.push(EventPosition(sequence=5))
-    await asyncio.sleep(0.1)
-    assert (subscriber.asked, subscriber.synced) == ([None, 3], False)
-    subscriber.told(batch(4), batch(5))
-    assert (subscriber.synced, subscriber.faults) == (True, ["gap"])
-
-
 async def test_in_doubt_it_asks_for_the_whole_and_goes_on_meanwhile():
     subscriber = Recorder(snapshot(3, 1))
     assert subscriber.doubt()
@@ -151,14 +130,6 @@ async def test_whoever_is_doubted_again_and_again_is_asked_ever_more_rarely_and_
     assert subscriber.asked[count:] == [None], "the whole has what is missing"
 
 
-async def test_jitter_differs_between_routers_and_repeats_with_the_seed():
-    subscribers = [Recorder(snapshot(3), batch(9), seed=seed) for seed in (1, 2, 3, 1)]
-    await asyncio.sleep(1)
-    times = [subscriber.times[1] for subscriber in subscribers]
-    assert len(set(times)) == 3
-    assert times[0] == times[3]
-
-
 async def test_without_an_answer_it_asks_ever_more_rarely():
     subscriber = Recorder()
     await asyncio.sleep(60)
@@ -169,16 +140,6 @@ async def test_without_an_answer_it_asks_ever_more_rarely():
     asked = len(subscriber.asked)
     await asyncio.sleep(60)
     assert len(subscriber.asked) == asked
-
-
-async def test_a_snapshot_with_a_missing_chunk_is_asked_for_again():
-    subscriber = Recorder(snapshot(3, 1, last=False), snapshot(3, 3, chunk=2))
-    assert (subscriber.blocks, subscriber.synced) == ([1], False)
-    await asyncio.sleep(20)
-    assert len(subscriber.asked) > 1
-    assert set(subscriber.asked) == {None}
-    subscriber.told(snapshot(4, 1, last=False), snapshot(5, 7, last=False), snapshot(5, 8, chunk=1))
-    assert subscriber.blocks == [7, 8]
 
 
 async def test_while_a_long_snapshot_arrives_it_does_not_ask_again():

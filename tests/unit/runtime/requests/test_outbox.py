@@ -29,14 +29,6 @@ def tokens(deltas):
     return [token for d in deltas for token in unpack_tokens(d.token_ids).tolist()]
 
 
-def test_within_the_window_deltas_pass_untouched():
-    box = Box()
-    step = [delta("a", [1, 2]), delta("a", [3, 4], finish_reason=FinishReason.STOP)]
-    assert box.offer(step, writable=True) == step
-    assert len(box) == 0, "a finished request is forgotten"
-    box.check()
-
-
 def test_a_merged_delta_keeps_every_field_in_its_place():
     box = Box(window_tokens=0)
     logprobs = [TokenLogprob(token_id=t, logprob=-float(t), top=((t, -1.0),)) for t in (1, 2, 3)]
@@ -73,33 +65,6 @@ def test_what_is_held_can_be_taken_in_parts_and_in_turns():
     assert turns[:4] == ["a", "b", "a", "b"]
 
 
-def test_a_delta_larger_than_the_credit_is_sent_as_far_as_that_goes():
-    """Its reader grants nothing while too little of the window is used, so that all of it would wait for ever."""
-    box = Box(window_tokens=8)
-    assert tokens(box.offer([delta("a", [0])], writable=True)) == [0]
-    (part,) = box.offer([delta("a", range(1, 20), finish_reason=FinishReason.LENGTH)], writable=True)
-    assert tokens([part]) == list(range(1, 8))
-    assert part.finish_reason is None
-    box.grant("a", 8)
-    assert tokens(box.take()) == list(range(8, 16))
-    box.check()
-
-
-def test_a_finish_without_tokens_needs_no_credit():
-    box = Box(window_tokens=1)
-    box.offer([delta("a", [1])], writable=True)
-    finish = delta("a", finish_reason=FinishReason.LENGTH)
-    assert box.offer([finish], writable=True) == [finish]
-
-
-def test_one_slow_reader_delays_nobody():
-    box = Box("slow", "quick", window_tokens=1)
-    for token in range(10):
-        out = box.offer([delta("slow", [token]), delta("quick", [token])], writable=True)
-        box.grant("quick", 1)
-        assert [d.request_id for d in out] == (["slow", "quick"] if token == 0 else ["quick"])
-
-
 def test_who_is_far_too_slow_is_parked_and_nothing_is_lost():
     box = Box(stream_bytes_max=2000)
     out = []
@@ -131,29 +96,6 @@ def test_what_ends_with_the_delta_that_is_too_much_has_ended():
     assert (last.finish_reason, last.error) == (FinishReason.STOP, None)
 
 
-def test_on_a_full_connection_all_of_it_waits():
-    box = Box(stream_bytes_max=2000)
-    for _ in range(10):
-        assert box.offer([delta("a", range(100))], writable=False) == []
-        box.check()
-    assert box.aborted == ["a"]
-    box.grant("a", 1000)
-    (parked,) = box.take()
-    assert parked.finish_reason is FinishReason.ERROR
-    assert len(tokens([parked])) == 500
-
-
-def test_past_half_of_the_bound_each_has_an_equal_share_of_that_half():
-    box = Box("small", "large", window_tokens=0, bytes_max=10_000)
-    box.offer([delta("large", range(1000))], writable=True)
-    box.offer([delta("small", range(400))], writable=True)
-    assert box.aborted == []
-    box.offer([delta("small", range(10)), delta("large", range(10))], writable=True)
-    assert box.aborted == ["large"]
-    assert box.held_bytes < 10_000
-    box.check()
-
-
 def test_all_together_are_bounded_and_the_largest_is_dropped():
     box = Box("small", "large", window_tokens=0, bytes_max=10_000)
     box.offer([delta("small", range(1000))], writable=True)
@@ -172,18 +114,6 @@ def test_alternatives_count():
         [delta("a", [1, 2], logprobs=(TokenLogprob(token_id=1, logprob=-1.0, top=top),) * 2)], writable=True
     )
     assert box.aborted == ["a"]
-
-
-def test_what_is_closed_or_unknown_is_dropped():
-    box = Box(window_tokens=0)
-    box.offer([delta("a", [1])], writable=True)
-    box.close("a")
-    box.close("a")
-    assert box.offer([delta("a", [2]), delta("never", [3])], writable=True) == []
-    box.grant("a", 1)
-    assert box.take() == []
-    assert box.held_bytes == 0
-    box.check()
 
 
 def test_prompt_logprobs_wait_in_order_and_count_by_their_bytes():

@@ -39,17 +39,6 @@ def test_the_definition(size):
     assert crc32c(data) == total ^ 0xFFFFFFFF
 
 
-@IMPLEMENTATIONS
-def test_each_range_has_its_own_sum(sums_of):
-    array = np.random.default_rng(0).integers(0, 256, 20_000, np.uint8)
-    offsets = np.array([3, 0, 5000, 19_999, 7], np.uint64)
-    lengths = np.array([1000, 0, 15_000, 1, 6144], np.uint64)
-    sums = sums_of(offsets + np.uint64(array.ctypes.data), lengths)
-    assert sums.dtype == np.uint32
-    parts = zip(offsets.tolist(), lengths.tolist(), strict=True)
-    assert sums.tolist() == [crc32c(array[start : start + size]) for start, size in parts]
-
-
 def test_columns_of_other_lengths_or_types_are_refused():
     with pytest.raises(ValueError, match="of them"):
         checksum_ranges(np.zeros(2, np.uint64), np.zeros(1, np.uint64))

@@ -9,7 +9,6 @@ from penstock.transfer.regions import ranges
 from penstock.transfer.regions.ranges import (
     ProcessMemoryError,
     check_bounds,
-    coalesce,
     copy_ranges,
     read_process,
     write_process,
@@ -51,24 +50,6 @@ def implementation(request, monkeypatch):
 
 @pytest.mark.usefixtures("implementation")
 class TestProcessMemory:
-    def test_ranges_are_read_and_written(self):
-        theirs, ours = random_bytes(5000), np.zeros(5000, np.uint8)
-        read_process(os.getpid(), at(ours, 0, 4000), at(theirs, 100, 0), column(3000, 1000))
-        np.testing.assert_array_equal(ours[:3000], theirs[100:3100])
-        np.testing.assert_array_equal(ours[4000:], theirs[:1000])
-        write_process(os.getpid(), at(ours, 4000), at(theirs, 2000), column(1000))
-        np.testing.assert_array_equal(theirs[2000:3000], ours[4000:])
-
-    def test_more_ranges_than_one_call_takes(self):
-        theirs, ours = random_bytes(6000), np.zeros(6000, np.uint8)
-        offsets = np.random.default_rng(0).permutation(3000).astype(np.uint64) * np.uint64(2)
-        lengths = np.full(3000, 2, np.uint64)
-        lengths[5::7] = 0
-        read_process(os.getpid(), at(ours, 0) + offsets, at(theirs, 0) + offsets, lengths)
-        expected = theirs.copy()
-        expected.reshape(3000, 2)[offsets[5::7] // np.uint64(2)] = 0
-        np.testing.assert_array_equal(ours, expected)
-
     def test_memory_that_is_not_there_says_how_far_it_came(self):
         theirs, ours = random_bytes(8192), np.zeros(8192, np.uint8)
         with pytest.raises(ProcessMemoryError, match=f"{os.getpid()}.*after 8000 bytes") as caught:
@@ -106,18 +87,3 @@ class TestCheckBounds:
 
     def test_the_first_one_outside_is_named(self):
         assert check_bounds(column(0, 5, 200, 300), column(5, 95, 1, 1), 100) == 2
-
-
-class TestCoalesce:
-    def test_neighbours_on_both_sides_become_one(self):
-        same = np.zeros(5, np.uint64)
-        columns = column(0, 10, 30, 20, 25), column(100, 110, 130, 60, 65), column(10, 20, 5, 5, 5)
-        merged = coalesce(*columns, same, same)[:3]
-        assert [part.tolist() for part in merged] == [[0, 20], [100, 60], [35, 10]]
-
-    def test_inputs_stay_as_they_are(self):
-        columns = column(0, 10), column(0, 10), column(10, 10)
-        same = np.zeros(2, np.uint64)
-        for part in coalesce(*columns, same, same):
-            part[:] = 99
-        assert [part.tolist() for part in columns] == [[0, 10], [0, 10], [10, 10]]

@@ -77,17 +77,6 @@ async def test_what_no_other_transport_would_do_better_is_final(fault):
         quick.users = []
 
 
-async def test_the_last_error_is_raised_when_all_have_failed():
-    async with _play() as (agent, prepared, quick, slow):
-        quick.channel.fault, slow.channel.fault = TransferError("broken"), TransferError("broken too")
-        handle = prepared.post(READ)
-        with pytest.raises(TransferError, match="broken too"):
-            await handle.wait()
-        assert agent.counters.failed_transfers == {"slow": 1}
-        quick.channel.fault = None
-        await prepared.post(READ).wait()  # both rest: the one that rests least
-
-
 def routes():
     return [
         Route(name, FakeTransport(name, s).channel, FakeTransport(name, s))

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from penstock.core.errors import ChecksumMismatch, DeadlineExceeded, MemoryInUse, TransferError
 from penstock.transfer import Arena, FileRegion, TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.storage.file import FileStorage
-from penstock.transfer.storage.io_threads import IoThreads
 from penstock.transfer.storage.slab import SUMS_SUFFIX
 from tests.support.sick_disk import SickDisk
 
@@ -109,25 +107,6 @@ async def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch
             await agent.close()
         turning.cancel()
         assert turns > 1, "the loop went on"
-
-
-async def test_space_is_taken_though_the_first_transfer_was_cancelled_before_a_thread_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_begin, take = threading.Event(), IoThreads._take
-
-    def take_late(threads: IoThreads) -> object:
-        assert may_begin.wait(60)
-        return take(threads)
-
-    monkeypatch.setattr(IoThreads, "_take", take_late)
-    async with TransferAgent("a", TransferConfig(listen=())) as agent:
-        slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
-        with pytest.raises(DeadlineExceeded):
-            await agent.post(READ, local.ranges(), slab.ranges(), timeout_s=0.05).wait()
-        may_begin.set()
-        with pytest.raises(ChecksumMismatch, match="never written"):
-            await agent.post(READ, local.ranges(), slab.ranges()).wait()
 
 
 async def test_a_disk_without_space_is_an_error_of_every_transfer(

@@ -64,37 +64,6 @@ def test_where_the_kernel_names_no_boot_only_what_was_closed_is_kept(
     crashed.close()
 
 
-def test_a_slab_whose_space_nobody_has_reserved_is_empty(tmp_path: Path) -> None:
-    slab = Slab(tmp_path / "kv", SIZE)
-    with pytest.raises(ChecksumMismatch, match=r"kv: the block of 4096 bytes at 0 was never written"):
-        _read(slab, BLOCK_BYTES)
-    assert _read(slab, BLOCK_BYTES, checksum=False) == bytes(BLOCK_BYTES)
-    slab.close()
-    written = Slab(tmp_path / "other", SIZE)
-    _write(written, np.full(BLOCK_BYTES, 3, np.uint8), at=BLOCK_BYTES)
-    written.close()
-    assert (tmp_path / "other").stat().st_size == SIZE
-    again = Slab(tmp_path / "other", SIZE)
-    assert _read(again, BLOCK_BYTES, at=BLOCK_BYTES) == bytes([3]) * BLOCK_BYTES
-    again.close()
-
-
-def test_a_block_that_changed_is_no_answer_and_no_base_for_another(tmp_path: Path) -> None:
-    slab = _made(tmp_path / "kv", SIZE)
-    _write(slab, np.full(2 * BLOCK_BYTES, 1, np.uint8))
-    with (tmp_path / "kv").open("r+b") as file:
-        file.seek(BLOCK_BYTES + 17)
-        file.write(b"\x02")
-    assert _read(slab, BLOCK_BYTES) == bytes([1]) * BLOCK_BYTES
-    with pytest.raises(ChecksumMismatch, match=r"at 4096 does not fit its checksum.*\(1 such"):
-        _read(slab, 2 * BLOCK_BYTES)
-    with pytest.raises(ChecksumMismatch, match="write it anew"):
-        _write(slab, np.full(10, 1, np.uint8), at=BLOCK_BYTES)
-    _write(slab, np.full(BLOCK_BYTES, 7, np.uint8), at=BLOCK_BYTES)
-    assert _read(slab, 1, at=BLOCK_BYTES) == b"\x07"
-    slab.close()
-
-
 def test_a_file_that_is_no_slab_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letter").write_bytes(b"dear")
     with pytest.raises(TransferError, match="letter exists and is no slab"):

@@ -9,7 +9,6 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.core.ids import PinId
 from penstock.core.types.instances import Role
-from penstock.core.types.requests import FinishReason
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop.loop import run_virtual
@@ -107,20 +106,6 @@ def test_the_second_token_waits_for_the_last_chunk_and_not_for_the_whole_prompt(
     assert whole_s > 10 * last_s
 
 
-@run_by(run_scenario)
-async def test_the_answer_is_that_of_one_worker_and_no_block_is_read_twice(cluster, dispatcher):
-    asked = tiny_request("a", LENGTH, logprobs=2)
-    assert await whole_answer(dispatcher, asked) == await expected(asked)
-    arrived = kv_transfer(cluster)
-    assert arrived.incoming.fetched_blocks == BLOCKS
-    assert arrived.incoming.early_blocks == EARLY_BLOCKS
-    assert arrived.incoming.failures == arrived.incoming.early_failures == {}
-    (decision,) = dispatcher.explain("a")
-    assert (decision.prefill.worker, decision.worker) == ("p0", "d0")
-    assert outcomes(cluster) == {"used": 1, "dropped": 0}
-    assert cluster.engine("d0").load().prefilled_tokens <= 5
-
-
 def test_the_router_prices_what_is_left_to_move():
     decode_s = {}
     router = RouterConfig(disagg=DisaggConfig(remote_tokens_min=1, link_bytes_per_s=64 * BLOCKS / 0.1))
@@ -152,35 +137,6 @@ def test_what_has_no_overlap_or_is_not_to_does_not_begin_early(length, tokens, s
     run_scenario(scene, stream=stream)
 
 
-@run_by(run_scenario)
-async def test_a_prefill_worker_that_dies_leaves_what_was_confirmed(cluster, dispatcher):
-    asked = tiny_request("a", LENGTH)
-    async with dispatcher.open(asked) as stream:
-        await chunks(6)
-        cluster.kill("p0")
-        tokens = []
-        async for delta in stream:
-            tokens += unpack_tokens(delta.token_ids).tolist()
-    assert tokens == (await expected(asked))[0]
-    arrived = kv_transfer(cluster)
-    assert 0 < arrived.incoming.fetched_blocks < BLOCKS
-    assert cluster.engine("d0").load().prefix_hit_tokens == 4 * arrived.incoming.fetched_blocks
-
-
-@run_by(run_scenario, kv_blocks={"d0": 60})
-async def test_a_decode_worker_without_room_tries_again_and_holds_nothing(cluster, dispatcher):
-    running = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("long", 80, 30, seed=1)))
-    await chunks(5.5)
-    found = asyncio.ensure_future(whole_answer(dispatcher, tiny_request("a", LENGTH)))
-    await chunks(4)
-    assert len(kv_transfer(cluster)) == 1
-    assert held(cluster, "d0") < BLOCKS
-    await running
-    await found
-    assert kv_transfer(cluster).incoming.fetched_blocks == 20 + BLOCKS
-    assert kv_transfer(cluster).incoming.early_blocks > 20 + 20
-
-
 @pytest.mark.parametrize("side", ["p0", "d0"])
 @run_by(run_scenario)
 async def test_a_preemption_ends_what_was_only_expected(cluster, dispatcher, *, side):
@@ -194,16 +150,6 @@ async def test_a_preemption_ends_what_was_only_expected(cluster, dispatcher, *, 
             pass
     assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
     assert kv_transfer(cluster).incoming.failures == {}
-
-
-@run_by(run_scenario, kv_blocks={"p0": 70})
-async def test_prompts_that_preempt_each_other_do_not_wait_for_their_own_pins(cluster, dispatcher):
-    begin_s = asyncio.get_running_loop().time()
-    async with asyncio.TaskGroup() as group:
-        for seed in range(4):
-            group.create_task(whole_answer(dispatcher, tiny_request(f"r{seed}", LENGTH, 4, seed=seed)))
-    assert asyncio.get_running_loop().time() - begin_s < 10
-    assert cluster.engine("p0").load().generated_tokens == 4
 
 
 def test_an_engine_that_gives_blocks_only_at_the_end_is_refused():
@@ -269,18 +215,6 @@ async def test_a_message_that_is_none_ends_no_worker(cluster, dispatcher):
     await whole_answer(dispatcher, tiny_request("c", LENGTH, seed=2))
     assert cluster.names == ["p0", "d0"]
     assert decode_worker.incoming.early_blocks == EARLY_BLOCKS
-
-
-@run_by(run_scenario)
-async def test_an_answer_that_ends_with_its_first_token_leaves_nothing_held(cluster, dispatcher):
-    asked = tiny_request("a", LENGTH)
-    (first, *_), *_ = await expected(asked)
-    stopped = msgspec.structs.replace(asked.sampling, stop_token_ids=(first,))
-    _, reason, *_ = await whole_answer(dispatcher, msgspec.structs.replace(asked, sampling=stopped))
-    assert reason is FinishReason.STOP
-    assert outcomes(cluster) == {"used": 0, "dropped": 1}
-    await asyncio.sleep(0.01)
-    assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
 
 
 @run_by(run_scenario, pin_ttl_s=1)

@@ -143,32 +143,6 @@ async def turns(thread: NixlThread, count: int = 5) -> None:
         await thread.call(lambda: None)
 
 
-async def test_two_parts_are_under_way_at_most() -> None:
-    async with four_parts() as (fake, thread, handles):
-        flight = thread.fly(handles)
-        await turns(thread)
-        assert fake.posted == [1, 2]
-        fake.under_way.discard(1)
-        await turns(thread)
-        assert fake.posted == [1, 2, 3]
-        fake.at_once = True
-        fake.under_way.clear()
-        await flight.ended
-
-
-async def test_what_is_stopped_ends_with_what_was_posted() -> None:
-    async with four_parts() as (fake, thread, handles):
-        flight = thread.fly(handles)
-        await turns(thread)
-        assert len(fake.posted) == 2
-        thread.stop(flight)
-        await turns(thread)
-        assert not flight.ended.done(), "the memory is still in use"
-        fake.under_way.clear()
-        await flight.ended
-        assert fake.posted == [1, 2]
-
-
 async def test_what_is_abandoned_is_freed_when_it_has_ended() -> None:
     async with four_parts() as (fake, thread, handles):
         cleaned: list[bool] = []
@@ -247,34 +221,6 @@ async def test_errors_are_the_librarys_own(error: Exception, expected: type[Exce
             await flight.ended
         assert type(seen.value) is expected
         assert len(fake.posted) == 2
-
-
-async def test_a_failed_list_is_made_anew() -> None:
-    async with four_parts() as (fake, thread, _):
-        fake.at_once = True
-        fake.error = ValueError("no such region")
-        other = Handles()
-        rows = np.zeros((1, 3), np.uint64)
-        plan = Plan("WRITE", "peer", ("DRAM", "DRAM"), (rows, rows), [(0, 1)])
-        with pytest.raises(TransferError, match="no such region"):
-            await thread.call(lambda: thread.make_ready(other, plan))
-        fake.error = None
-        await thread.call(lambda: thread.make_ready(other, plan))
-        await thread.fly(other).ended
-
-
-async def test_a_closed_thread_refuses() -> None:
-    async with four_parts() as (fake, thread, handles):
-        flight = thread.fly(handles)
-        await turns(thread)
-        assert len(fake.posted) == 2
-        await thread.close()
-        with pytest.raises(TransferError, match="closes"):
-            await flight.ended
-        with pytest.raises(TransferError, match="closed"):
-            await thread.call(lambda: None)
-        with pytest.raises(TransferError, match="closed"):
-            thread.fly(handles)
 
 
 def agents(fakes: list[FakeNixl], heartbeat_timeout_s: float = 2.0) -> TwoAgents:
