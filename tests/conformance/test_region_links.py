@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from penstock.core.errors import PenstockError, Unavailable, WrongServerError
+from penstock.core.errors import PenstockError, WrongServerError
 from penstock.core.types.requests import FinishReason
 from penstock.demo import MODEL_NAME
 from penstock.engine.openai.region.config import LinkConfig
 from penstock.engine.openai.region.engine import RegionEngine
-from penstock.engine.openai.region.frontends import RegionFrontends
-from penstock.engine.openai.region.round_trip import RoundTrip
 from penstock.engine.openai.region.server import RegionServer
 from penstock.engine.openai.text import TextCodec
 from tests.support.certificates import make_authority, make_certificate
@@ -128,17 +126,6 @@ async def test_what_is_wrong_with_a_region_is_reported_by_its_kind() -> None:
         await case.until(lambda: case.load.link is not None and case.load.link.problem == "unreachable")
 
 
-def test_the_median_of_the_latest_answers_is_the_way() -> None:
-    way = RoundTrip()
-    assert way.seconds == 0.0
-    for index in range(100):
-        way.note(5.0 if index % 3 == 0 else 0.08)  # a third of the answers are late
-    assert way.seconds == 0.08
-    for _ in range(8):
-        way.note(0.12)
-    assert way.seconds == 0.12
-
-
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("at", [0, 1, 5, 11])
 async def test_an_answer_that_a_frontend_breaks_goes_on_at_another_with_the_same_tokens(
@@ -176,22 +163,6 @@ async def test_a_region_is_given_up_once_all_its_frontends_have_failed_without_a
         assert case.tokens("a") == []
 
 
-async def test_an_answer_that_gets_on_survives_any_number_of_breaks() -> None:
-    async with region(2) as fakes, linked(*fakes) as case:
-        for fake in fakes:
-            fake.fault = after(2, cut)
-        assert (await case.ask("a")).finish_reason is FinishReason.LENGTH
-        assert case.tokens("a") == fakes[0].continuation(PROMPT, 12)
-
-
-async def test_requests_go_to_the_frontend_with_the_fewest() -> None:
-    async with region(3, token_s=0.02) as fakes, linked(*fakes) as case:
-        for number in range(9):
-            case.engine.submit(make_request(f"r{number}", max_tokens=60))
-        await case.until(lambda: sum(fake.open for fake in fakes) == 9)
-        assert [fake.open for fake in fakes] == [3, 3, 3]
-
-
 async def test_a_frontend_that_ends_moves_its_streams_and_comes_back() -> None:
     async with region(2, token_s=0.02) as fakes, linked(*fakes) as case:
         for number in range(6):
@@ -219,18 +190,6 @@ async def test_a_silent_frontend_loses_its_streams_to_another() -> None:
             assert end.error is None, end.error
             assert case.tokens(f"r{number}") == fakes[1].continuation(PROMPT, 50)
         fakes[0].silent = False
-
-
-async def test_a_frontend_that_answers_does_not_wait_for_those_that_hang() -> None:
-    async with region(16) as fakes:
-        frontends = RegionFrontends(config_of(*(fake.url for fake in fakes)), {})
-        for fake in fakes:
-            fake.silent = True
-        with pytest.raises(Unavailable, match=r"region eu: no.* within 1 s"):
-            await frontends.get("/health", timeout_s=1.0)
-        fakes[-1].silent = False
-        await frontends.get("/health", timeout_s=10.0)  # one after the other takes longer than the test may
-        await frontends.close()
 
 
 async def test_a_frontend_that_drains_gets_no_new_requests_and_keeps_its_streams() -> None:

@@ -24,7 +24,6 @@ from penstock.testing.planes.harness import SECRET, TcpPlaneHarness
 from penstock.testing.planes.recording_sink import RecordingSink
 from penstock.testing.planes.request_plane import Scene
 from penstock.testing.planes.scripted_worker import (
-    FILE_SHA256,
     ScriptedWorker,
     scripted_instance,
     scripted_request,
@@ -208,27 +207,6 @@ async def test_an_unauthenticated_client_may_not_send_much():
         assert worker.stats().connected == 1
 
 
-async def test_a_client_that_never_says_hello_is_hung_up_on():
-    async with (
-        serving(PlaneConfig(connect_timeout_s=0.05)) as (instance, worker),
-        raw(instance) as client,
-    ):
-        await client.ended()
-        assert worker.stats().connected == 0
-
-
-async def test_connections_are_bounded():
-    async with serving(PlaneConfig(connections_max=1)) as (instance, _), raw(instance) as first:
-        assert (await first.greet()).error is None
-        with pytest.raises(WorkerLost):
-            await TcpPlane(IDENTITY).connect(instance, RecordingSink())
-        await first.close()
-        is_admitted = False
-        while not is_admitted:
-            with suppress(WorkerLost):
-                is_admitted = await echoes(instance)
-
-
 async def test_what_a_frontend_sends_is_bounded():
     async with serving() as (instance, _):
         config = PlaneConfig(frame_bytes_max=4096, requests_max=2)
@@ -364,20 +342,3 @@ async def test_an_advertised_host_is_what_others_connect_to():
     assert server.address.startswith("tcp://localhost:")
     assert await echoes(scripted_instance(server.address))
     await server.close()
-
-
-async def test_closing_waits_no_longer_than_it_may():
-    config = PlaneConfig(close_timeout_s=0.1, window_tokens=1)
-    worker = ScriptedWorker()
-    server = await TcpPlane(WORKER_IDENTITY, config=config).serve(worker)
-    sink = RecordingSink()
-    connection = await TcpPlane(IDENTITY, config=config).connect(
-        scripted_instance(server.address, worker_id=7), sink
-    )
-    connection.submit(scripted_request("count", request_id="a", max_tokens=50))
-    await sink.until(lambda: bool(sink.deltas))
-    await server.close()
-    await sink.until(lambda: bool(sink.losses))
-    assert sink.tokens("a") == [0]
-    with pytest.raises(WorkerLost):
-        await connection.fetch(FILE_SHA256)

@@ -107,19 +107,6 @@ def test_a_block_with_many_children_costs_no_more_than_others():
     assert tree.stats()[:-1] == reference.stats()[:-1]
 
 
-def test_workers_may_be_cleared_more_often_than_there_are_numbers():
-    tree = RadixTree(None, 3)
-    tree.store(2, random_hashes(200_000))
-    tree.clear(2)
-    hashes = random_hashes(1, 1)
-    for _ in range(70_000):
-        tree.store(0, hashes)
-        tree.clear(0)
-    tree.store(1, hashes)
-    assert tree.match(hashes).depths.tolist() == [0, 1, 0]
-    tree.check()
-
-
 def test_hashes_come_as_arrays_of_any_stride_or_as_bytes():
     tokens = np.arange(64, dtype=np.int32)
     hashes = block_hashes(tokens, 8)
@@ -163,19 +150,6 @@ def test_wrong_arguments_raise(tree, call, error, said):
     with pytest.raises(error, match=said):
         call(tree)
     tree.check()
-
-
-def test_more_copies_than_are_counted():
-    for tree in (RadixTree(None), RadixTreePython(None)):
-        hashes = random_hashes(1)
-        for _ in range(5000):
-            tree.store(0, hashes)
-        for _ in range(4094):
-            tree.remove(0, hashes)
-        assert tree.match(hashes).depths.tolist() == [1]
-        tree.remove(0, hashes)
-        assert tree.match(hashes).depths.tolist() == [0]
-        tree.check()
 
 
 def test_long_calls_let_other_threads_run(others_run_beside):

@@ -2,13 +2,9 @@
 
 import asyncio
 import contextlib
-import subprocess
-import sys
-from pathlib import Path
 
 import msgspec
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,16 +165,3 @@ async def test_what_was_given_can_be_written_and_read():
     owner.feed(encode_frame(Put(exchange=1, ranges=writing, payload=payload)))
     owner.feed(encode_frame(Get(exchange=2, ranges=reading)))
     assert owner.answers == [Done(exchange=1), Done(exchange=2, payload=payload)]
-
-
-@pytest.mark.slow
-def test_the_atheris_program_says_how_to_get_it_or_runs(tmp_path):
-    program = Path(__file__).parents[2] / "tools" / "fuzz_transfer.py"
-    ran = subprocess.run(
-        [sys.executable, str(program), "metadata", "-runs=50"],
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0 or "make fuzz-wire" in ran.stderr

@@ -382,22 +382,6 @@ async def test_peers_that_connect_and_disconnect_leave_nothing():
             await _until_as_before(before, owner, reader)
 
 
-async def test_agents_that_restart_leave_nothing():
-    async with TransferAgent("reader", CONFIG) as reader:
-        here = reader.register(np.zeros(64, np.uint8))
-        before = (0, 0, 0)
-        for number in range(TIMES // 3):
-            if number == 2:
-                await asyncio.sleep(0.05)
-                before = _held()
-            async with TransferAgent(f"owner {number}", CONFIG) as owner:
-                owner.register(np.ones(64, np.uint8), "kv")
-                peer = await reader.connect(owner.metadata())
-                await reader.post(TransferOp.READ, here.ranges(), peer.region("kv").ranges(), peer).wait()
-        await _until_as_before(before, reader)
-        assert not reader.peers
-
-
 SIZE = 8 << 20
 
 

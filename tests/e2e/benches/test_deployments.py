@@ -22,24 +22,6 @@ def run(name: str, *flags: str, out: Path) -> dict:
     return report
 
 
-def test_mock(tmp_path: Path) -> None:
-    report = run("mock", out=tmp_path / "mock.json")
-    figures = report["figures"]
-    assert figures["mock_requests"] == 500
-    assert figures["mock_failed_requests"] == 0
-    assert figures["mock_output_tokens_mean"] == 64
-    assert min(figures["mock_requests_per_s"], report["limits"]["canned_requests_per_s"]) > 0
-
-
-@pytest.mark.engine
-@pytest.mark.nightly
-def test_cancel(tmp_path: Path) -> None:
-    report = run("cancel", "--disconnects", "10", out=tmp_path / "cancel.json")
-    figures = report["figures"]
-    assert len(report["samples"]["prefill_s"]) == len(report["samples"]["decode_s"]) == 5
-    assert min(report["limits"]["ask_ms_p50"], figures["cancel_to_free_ms_p50"]) > 0
-
-
 @pytest.mark.nightly
 def test_eval(tmp_path: Path) -> None:
     report = run("eval", "--engine", "mock", out=tmp_path / "eval.json")

@@ -141,28 +141,6 @@ def test_a_closed_load_sends_what_was_asked(server, bench):
     assert len({sent["messages"][0]["content"] for sent in server.measured}) == 40
 
 
-def test_a_burst_is_measured_on_new_connections_and_on_standing_ones(server, bench):
-    code, report = bench("--requests", 4, "--concurrency", 2, "--output-tokens", 3, "--burst", 20, "--quick")
-    assert code == 0
-    figures, samples = report["figures"], report["samples"]
-    assert len(samples["burst_ttft_s"]) == len(samples["standing_ttft_s"]) == 20
-    ratio = figures["burst_ttft_ms_p99"] / figures["standing_ttft_ms_p99"]
-    assert figures["burst_over_standing_ttft_p99"] == pytest.approx(ratio)
-    requests = sorted(server.peers.values())
-    assert sum(count == 1 for count in requests) >= 20  # new ones
-    assert sum(count == 2 for count in requests) >= 20  # opened first, then used
-
-
-def test_the_completions_endpoint_and_merged_chunks(server, bench):
-    server.tokens_per_chunk = 4
-    arguments = ("--requests", 4, "--endpoint", "completions", "--output-tokens", 16, "--quickack", "--quick")
-    code, report = bench(*arguments)
-    assert code == 0
-    assert report["figures"]["tokens_per_chunk"] == 4
-    assert report["figures"]["output_tokens_mean"] == 16
-    assert report["figures"]["itl_ms_p50"] <= report["figures"]["chunk_gap_ms_p50"]
-
-
 def test_a_random_load_has_its_rate_and_goodput(server, bench):
     code, report = bench(
         "--rate", 100, "--duration", 1, "--output-tokens", 2, "--slo-ttft", 5, "--slo-itl", 5

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -175,55 +174,6 @@ def test_an_endpoint_that_does_not_stream_is_refused(
         assert "16 tokens came in one piece; it has to stream token by token" in refusal(
             capsys, url, "--model", "a", "--out", out
         )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_endpoint_that_only_chats_is_profiled(tmp_path: Path) -> None:
-    """As many hosted ones are: no plain completions, and lengths that its answers tell."""
-    out = tmp_path / "p.json"
-
-    async def chat(request: web.Request, body: dict) -> web.StreamResponse:
-        (message,) = body["messages"]
-        usage = {
-            "prompt_tokens": len(message["content"].split()) + 7,
-            "completion_tokens": body["max_tokens"],
-        }
-        response = await stream(request, {"choices": [{"delta": {"role": "assistant"}}]})
-        for _ in range(body["max_tokens"]):
-            await response.write(b'data: {"choices": [{"delta": {"content": "word "}}]}\n\n')
-            await asyncio.sleep(0.001)
-        await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    flags = "--prompt-tokens 50,200,800 --contexts 50,400 --batches 1,2 --repeats 1 --held-out 1"
-    with endpoint(chat, "/v1/chat/completions") as url:
-        assert main(["profile", url, "--model", "b", "--out", str(out), *flags.split()]) == 0
-    profile = Profile.load(out)
-    assert profile.model == "b"
-    assert sorted(point.new_tokens for point in profile.prefill) == pytest.approx([50, 200, 800], rel=0.1)
-
-
-def test_models_and_extensions_of_an_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "p.json"
-    bodies: list[dict] = []
-
-    async def strict(request: web.Request, body: dict) -> web.StreamResponse:
-        bodies.append(body)
-        if "ignore_eos" in body:
-            return web.json_response({"error": {"message": "ignore_eos: unknown"}}, status=400)
-        if len(bodies) > 6:
-            return web.json_response({"error": {"message": "the GPU has fallen off the bus"}}, status=500)
-        return await stream(request, *words(body["max_tokens"]))
-
-    with endpoint(strict) as url:
-        assert f"{url} lists 2 models (a, b); name one with --model" in refusal(capsys, url, "--out", out)
-        error = refusal(capsys, url, "--model", "aa", "--out", out)
-        assert f"--model: {url} has no 'aa'; did you mean 'a'?" in error
-        error = refusal(capsys, url, "--model", "a", "--out", out, "--quick", code=1)
-        assert re.search(rf"penstock: prefill \d+: {url}: http_500: the GPU has fallen off the bus", error)
-    assert "ignore_eos" in bodies[0]
-    assert all("ignore_eos" not in body for body in bodies[1:])
     assert list(tmp_path.iterdir()) == []
 
 

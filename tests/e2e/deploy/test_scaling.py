@@ -5,13 +5,10 @@ import re
 
 import pytest
 
-from penstock import cli
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
-from penstock.deploy.control.deployments import find_deployment
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
-from penstock.planner.act.actor import Actor
 from tests.support.host import until
 from tests.support.streams import TOKENS, Load
 from tests.support.up import Up
@@ -82,53 +79,6 @@ async def test_no_request_fails_from_one_worker_to_three_and_back():
         assert min(seen.demand.ttft_s.count, seen.demand.itl_s.count) > 0
         assert seen.demand.failed_per_s == 0
         assert {prompt: len(texts) for prompt, texts in load.answers.items()} == dict.fromkeys(PROMPTS, 1)
-
-
-@pytest.mark.nightly
-@pytest.mark.within(240)
-async def test_no_request_fails_through_flips():
-    roles = {"prefill": {"engine": "mock"}, "decode": {"engine": "mock", "replicas": 2}}
-    graph = graph_of(roles, worker={"drain_timeout_s": 0.3})
-    async with LocalDeployment(graph) as deployment:
-        pool = deployment.pool
-        async with Load(deployment.url, PROMPTS) as load:
-            await load.more(12)
-            await pool.flip("decode-2", Role.PREFILL, by="test")
-            assert len((await pool.scale()).of(Role.PREFILL)) == 2
-            await load.more(12)
-            await pool.flip("decode-2", Role.AGGREGATED, by="test")
-            await load.more(12)
-            await pool.flip("decode-2", Role.DECODE, by="test")
-            await load.more(12)
-        assert {prompt: len(texts) for prompt, texts in load.answers.items()} == dict.fromkeys(PROMPTS, 1)
-
-
-@pytest.mark.within(240)
-async def test_an_actor_takes_a_deployment_from_one_worker_to_four_and_back():
-    """By the control channel, with flips between roles; a person's change is kept."""
-    mock = {"engine": "mock"}
-    graph = graph_of({"prefill": mock, "decode": mock}, worker={"drain_timeout_s": 0.3})
-    async with LocalDeployment(graph) as deployment:
-        connector = await find_deployment(url=deployment.url)
-        actor = Actor(connector)
-        async with Load(deployment.url, PROMPTS) as load:
-            for target in ((1, 3), (2, 2), (3, 1), (1, 3), (1, 1)):
-                wanted = dict(zip((Role.PREFILL, Role.DECODE), target, strict=True))
-                outcome = await actor.carry_out(wanted)
-                assert not outcome.refused
-                assert not outcome.held
-                await until_scale(
-                    connector,
-                    lambda scale: all(replica.state is ReplicaState.READY for replica in scale.replicas),
-                )
-                scale = await connector.scale()
-                assert {role: len(scale.of(role)) for role in wanted} == wanted
-                await load.more(12)
-            assert all(len(texts) == 1 for texts in load.answers.values())
-        assert await asyncio.to_thread(cli.main, ["scale", "decode", "2"]) == 0
-        outcome = await actor.carry_out({Role.PREFILL: 1, Role.DECODE: 1})
-        assert outcome.held.startswith("penstock scale has set 1 prefill, 2 decode")
-        assert len((await connector.scale()).of(Role.DECODE)) == 2
 
 
 @pytest.fixture

@@ -3,10 +3,7 @@
 import asyncio
 import json
 
-import pytest
-
 from penstock.cli import main
-from tests.support.given_by import given_by
 
 PROMPT = "Which parts does a request pass on its way? " * 8
 
@@ -38,7 +35,7 @@ def test_requests_go_elsewhere_while_a_worker_sleeps(deploy, capfd):
             for worker in ("worker-1", "worker-2"):
                 code, said = await command(site, "sleep", worker)
                 assert code == 0, said
-                assert said.startswith(f"{worker}: asleep now; took 0.")
+                assert said.startswith(f"{worker}: asleep now; took ")
                 shown = (await site.workers())[worker]
                 assert (shown["state"], shown["condition"]) == ("asleep", "asleep")
 
@@ -73,14 +70,3 @@ def test_requests_go_elsewhere_while_a_worker_sleeps(deploy, capfd):
         assert (status, answer["worker"], answer["state"]) == (200, "worker-1", "ready")
 
     deploy(scenario, workers=2)
-
-
-@pytest.mark.nightly
-@given_by("deploy", role={"engine": "paged"}, timeout_s=240)
-async def test_an_engine_that_cannot_sleep_is_named(site, capfd):
-    capfd.readouterr()
-    code = await asyncio.to_thread(main, ["sleep", "worker-1", "--url", site.url])
-    assert code == 1
-    assert capfd.readouterr().err == (
-        "penstock: worker worker-1: engine paged cannot sleep; stop the worker to free its memory\n"
-    )

@@ -14,7 +14,6 @@ from penstock.deploy.hosts.connector import HostsConnector
 from penstock.deploy.hosts.planner_server import PlannerServer
 from penstock.deploy.messages import Planned
 from penstock.planner.observe.stream import ObservationStream
-from penstock.runtime.observations.windows import RequestWindow
 from tests.support.linked_hosts import identity, link, pool_of
 from tests.support.until import until
 
@@ -72,34 +71,6 @@ async def one_host(host=None, *, seen=None, **settings):
         yield SimpleNamespace(
             connector=connector, seen=seen, server=server, pool=pool, cable=cable, link=there
         )
-
-
-def tell(there, *sources):
-    """Send a window of each source; those sent before the host knows that it is connected are lost."""
-    for source in sources:
-        there.link.window(source, RequestWindow(seconds=1.0, arrivals=7))
-    return True
-
-
-async def test_windows_arrive_under_the_name_of_their_host():
-    async with one_host() as there:
-        await until(lambda: tell(there, "stranger", "frontend-1") and there.seen.observe(10).frontends)
-        assert there.seen.observe(10).frontends == ("frontend-1@b",)
-        assert (await there.connector.scale()).replicas[0].name == "worker-1@b"
-
-
-async def test_sources_of_a_host_that_was_given_up_are_silent_no_more():
-    silent = ("frontend-1@b", "worker-1@b")
-    stream = ObservationStream(silent_after_s=0.0)
-    async with one_host(seen=stream, lost_after_s=0.0, hold_s=0.2) as there:
-        await until(lambda: tell(there, "worker-1") and "worker-1@b" in stream.observe(10).silent)
-        await until(lambda: stream.observe(10).silent == silent)
-        there.cable.cut(for_good=True)
-        await until(lambda: not there.server.linked)
-        assert stream.observe(10).silent == silent, "it may come back"
-        await asyncio.sleep(0.3)  # longer than it is held
-        await there.connector.scale()
-        assert stream.observe(10).silent == ()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 from s3_server import S3Server, proxy_before
@@ -122,31 +121,6 @@ def test_requests_go_on_while_the_store_fails_refuses_and_hangs(deploy, s3, capf
     text = "".join(capfd.readouterr())
     assert text.count("kv_tier_off") == 2
     assert "secret-of-the-test" not in text
-
-
-def test_a_corrupt_pack_is_computed_again_with_the_same_output(deploy, tmp_path):
-    role = with_store(MOCK, f"file://{tmp_path}/fleet")
-    first = []
-
-    async def before(site):
-        first.extend(text for text, _ in await told(site))
-        await all_know(site, least=100)
-
-    async def after(site):
-        await all_know(site, least=100)
-        assert [text for text, _ in await told(site)] == first
-        (tier,) = (await tiers(site)).values()
-        assert tier["corrupt_blocks"] > 0
-        assert tier["is_off"] is False
-
-    deploy(before, role=role)
-    packs = [path for path in Path(tmp_path, "fleet").rglob("*") if path.is_file()]
-    assert packs
-    for path in packs:
-        raw = bytearray(path.read_bytes())
-        raw[-10] ^= 1  # in the last block
-        path.write_bytes(raw)
-    deploy(after, role=role)
 
 
 @pytest.mark.usefixtures("credentials")

@@ -48,39 +48,3 @@ def test_waiting_requests_load_their_prefixes_before_their_turn(deploy, role, pr
         assert load["failed_steps"] == 0
 
     deploy(scenario, role=role | {"kv": {"host": "64MiB", "prefetch": prefetch}})
-
-
-def test_clients_that_leave_and_a_killed_worker_take_no_blocks_with_them(deploy):
-    async def scenario(site):
-        first = [text for text, _ in await told(site)]
-        for _ in range(3):
-            asked = [asyncio.create_task(site.tell(text, max_tokens=8)) for text in TEXTS]
-            await asyncio.sleep(0.1)
-            for one in asked[::2]:
-                one.cancel()
-            answers = await asyncio.gather(*asked[1::2])
-            assert [text for text, _ in answers] == first[1::2]
-
-        async def is_idle():
-            (load,) = [await site.load(name) for name in await site.workers()]
-            return (
-                bool(load)
-                and load["active_blocks"] == load["waiting_requests"] == load["running_requests"] == 0
-            )
-
-        await site.until(is_idle)
-        (name,) = await site.workers()
-        killed = site.deployment.pids()[name]
-        asked = asyncio.gather(*(site.tell(text, max_tokens=8) for text in TEXTS))
-        await asyncio.sleep(0.2)
-        site.kill(name)
-        assert [text for text, _ in await asked] == first
-
-        async def is_back():
-            return (
-                all(worker["pid"] != killed for worker in (await site.workers()).values()) and await is_idle()
-            )
-
-        await site.until(is_back)
-
-    deploy(scenario, role=MOCK | {"kv": {"host": "64MiB"}}, timeout_s=120)

@@ -129,18 +129,6 @@ def test_a_session_stays_with_its_worker_and_goes_on_elsewhere_when_that_is_lost
     deploy(scenario, role=MOCK, workers=2)
 
 
-def test_an_answer_stays_for_its_next_turn_by_a_hint(deploy):
-    async def scenario(site):
-        history = "the agent's plan " + WORDS
-        await ask(site, history, agent_hints={"speculative_prefill": True, "osl": 4})
-        await pass_by(site)
-        _, cached, prompt = await ask(site, history + " and then the tool said so")
-        assert cached >= prompt // 2
-        await sessions(site, open=0, opened=0, speculative=1, speculative_used=1)
-
-    deploy(scenario, role=MOCK)
-
-
 async def next_turns(site, outcome):
     """Count the next turns with this outcome."""
     async with site.http.get(f"{site.url}/metrics") as response:
@@ -189,21 +177,6 @@ def test_a_next_turn_is_computed_while_the_tool_runs(deploy, role):
         assert prompt - cached["ahead"] < 16 + 32, "all but the last message and a part of a block"
 
     deploy(scenario, role=role)
-
-
-def test_a_request_that_comes_meanwhile_ends_what_is_computed_ahead(deploy):
-    async def scenario(site):
-        busy = asyncio.create_task(ask(site, "another one", max_tokens=400))
-        messages = [{"role": "user", "content": f"the agent's plan {WORDS}"}]
-        text, _, _ = await turn(site, messages, agent_hints={"speculative_prefill": True})
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "so says the tool"}]
-        _, cached, _ = await turn(site, messages)  # the worker has had another one all the time
-        assert cached > 0
-        assert await next_turns(site, "arrived") == 1
-        await busy
-        assert await next_turns(site, "computed") == 0
-
-    deploy(scenario, role={**MOCK, "mock": {"speedup": 0.2}})
 
 
 REFUSALS = [

@@ -55,30 +55,6 @@ async def test_all_nodes_join_start_together_and_learn_of_an_end() -> None:
     assert "node 0 ended: it said goodbye" in await first.ended
 
 
-async def test_a_node_that_is_lost_before_the_start_may_join_again() -> None:
-    async with leading() as leader:
-        (await joined(leader, 1)).close("started again")
-        while leader.missing != [1, 2]:  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.01)
-        for rank in (1, 2):
-            await joined(leader, rank)
-        await leader.gather(TIMEOUT_S)
-        assert not leader.lost.done()
-
-
-async def test_a_node_that_is_lost_once_all_are_gathered_is_not_waited_for() -> None:
-    async with leading() as leader:
-        first, second = await joined(leader, 1), await joined(leader, 2)
-        await leader.gather(TIMEOUT_S)
-        second.close("the test")
-        while not leader.missing:  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.01)
-        with pytest.raises(Unavailable, match="node 2 of 3 was lost before the start"):
-            leader.start(4711)
-    with pytest.raises(Unavailable, match="node 0 ended"):
-        await first.start()
-
-
 @pytest.mark.parametrize(
     ("rank", "changes", "error", "text"),
     [

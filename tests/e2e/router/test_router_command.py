@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gzip
 import json
 import os
 import random
@@ -16,8 +15,6 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from frontend_site import Answer, bomb
-from frontend_site import http as raw_http
 from prometheus_client import CollectorRegistry
 
 from penstock.cli import main
@@ -45,9 +42,6 @@ class Api:
         self.server = server
         self.port = port
         self.url = f"http://{host}:{port}"
-
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port)
 
     async def figure(self, name: str) -> float:
         async with self.http.get(f"{self.url}/metrics") as answer:
@@ -224,83 +218,6 @@ async def test_bad_input_gets_a_clear_answer(api):
     for method, path, body, status, text in BAD_REQUESTS:
         got, message = await api.error(method, path, body)
         assert (got, text in message) == (status, True), (path, message)
-
-
-@api(body_bytes_max=8 << 20)
-async def test_a_bomb_is_refused_and_keeps_no_room(api):
-    reader, writer = await api.connect()
-    writer.write(raw_http("POST", "/route", bomb(2 << 30), "Content-Encoding: gzip"))
-    answer = Answer(await reader.readuntil(b"}}"))
-    writer.close()
-    assert (answer.status, answer.error["code"]) == (413, "request_too_large")
-    assert api.server.budget.size_bytes == 0
-
-
-@api(body_bytes_max=1 << 20)
-async def test_large_bodies_are_decoded_by_another_process(api, capfd):
-    """Only where they are decoded differs: answers and errors are those of small bodies."""
-    long = list(range(20_000))
-    for worker in ("one", "two"):
-        await api.ask("PUT", f"/workers/{worker}", {"url": f"http://{worker}", "model": "m"})
-    await api.ask("POST", "/route", {"model": "m", "token_ids": long[:1000]})
-    assert "encoder_started" not in "".join(capfd.readouterr())
-    status, first = await api.ask("POST", "/route", {"model": "m", "token_ids": long})
-    assert status == 200
-    assert "encoder_started" in "".join(capfd.readouterr())
-    excluding = {"model": "m", "token_ids": long, "exclude": [first["worker"]], "slo_ttft_ms": 5.0}
-    assert (await api.ask("POST", "/route", excluding))[1]["worker"] != first["worker"]
-    for prompt in (
-        {"prompt": "word " * 20_000},
-        {"messages": [{"role": "user", "content": "word " * 20_000}]},
-    ):
-        assert (await api.ask("POST", "/route", {"model": "m"} | prompt))[0] == 200
-    wrong = {"model": "m", "token_ids": [*long, -1]}
-    status, message = await api.error("POST", "/route", wrong)
-    assert (status, "must be integers from 0 to 2147483647, got -1" in message) == (400, True)
-
-
-@api()
-async def test_a_compressed_body_is_taken(api):
-    body = gzip.compress(json.dumps({"url": "http://one", "model": "m"}).encode())
-    assert (await api.ask("PUT", "/workers/one", body, **{"Content-Encoding": "gzip"}))[0] == 200
-    status, answer = await api.ask("PUT", "/workers/one", body, **{"Content-Encoding": "br"})
-    assert (status, answer["error"]["code"]) == (415, "unsupported_encoding")
-
-
-@api(receive={"timeout_s": 0.1})
-async def test_what_does_not_come_in_time_is_408(api):
-    for part, reason in (
-        (raw_http("POST", "/route", b"", "Content-Length: 9") + b"{", "body_late"),
-        (b"POST /route HTTP/1.1\r\nHost: te", "headers_late"),
-    ):
-        reader, writer = await api.connect()
-        writer.write(part)
-        answer = Answer(await reader.readuntil(b"}}"))
-        writer.close()
-        assert (answer.status, answer.error["code"]) == (408, "receive_timeout")
-        assert answer.error["message"].endswith("or raise receive.timeout_s")
-        assert await api.figure(f'penstock_router_refused_bodies_total{{reason="{reason}"}}') == 1
-
-
-@api(receive={"bytes_max": 100_000})
-async def test_the_room_for_unfinished_bodies_is_bounded_and_small_requests_still_fit(api):
-    connections = []
-    for _ in range(8):
-        reader, writer = await api.connect()
-        writer.write(raw_http("POST", "/route", b"", "Content-Length: 40000") + b" " * 39_999)
-        connections.append((reader, writer))
-        status, _ = await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
-        assert status == 200
-        assert api.server.budget.size_bytes <= 100_000
-    answering = [asyncio.ensure_future(reader.readuntil(b"}}")) for reader, _ in connections]
-    for _, first_answered in zip(range(5), asyncio.as_completed(answering), strict=False):
-        answer = Answer(await first_answered)
-        assert (answer.status, answer.error["code"]) == (503, "overloaded")
-        assert answer.error["message"].endswith("or raise receive.bytes_max")
-    for (_, writer), waiting in zip(connections, answering, strict=True):
-        waiting.cancel()
-        writer.close()
-    await asyncio.gather(*answering, return_exceptions=True)
 
 
 @api(Access(tenants=Tenants({"gateway": TenantConfig(keys=(hash_of("the-key"),))})))

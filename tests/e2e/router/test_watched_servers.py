@@ -13,7 +13,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
-from penstock.core.errors import RequestError, Unavailable
+from penstock.core.errors import RequestError
 from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR
 from penstock.deploy.processes.watched_servers import WatchedServers
@@ -52,11 +52,6 @@ class Site:
         async with self._http.post(self.url + path, json=body, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
             return await answer.json()  # type: ignore[no-any-return]
-
-    async def refused(self, path: str, status: int, **body: Any) -> str:
-        async with self._http.post(self.url + path, json=body) as answer:
-            assert answer.status == status, await answer.text()
-            return str((await answer.json())["error"]["message"])
 
     async def route(self, **body: Any) -> dict[str, Any]:
         return await self.ask("/route", **{"model": MODEL} | body)
@@ -157,24 +152,6 @@ def two_servers(**settings: Any) -> tuple[list[FakeServer], Callable[[], dict[Ro
     return servers, lambda: {Role.AGGREGATED: {"url": [server.url for server in servers]} | settings}
 
 
-async def test_a_server_that_goes_gets_no_requests_until_it_is_back():
-    servers, roles = two_servers()
-    async with serving(roles, servers) as site:
-        await site.ready("server-1", "server-2")
-        assert {site.choose().worker for _ in range(8)} == {"server-1", "server-2"}
-        await servers[0].stop()
-        await site.until(lambda: site.view("server-1").condition == "unhealthy")
-        assert "connection refused" in site.view("server-1").problem
-        assert {site.choose().worker for _ in range(8)} == {"server-2"}
-        with pytest.raises(Unavailable):
-            site.choose("server-2")
-        await servers[0].start()
-        await site.ready("server-1")
-        assert site.choose("server-2").url == servers[0].url
-        life = ["ready", "unhealthy", "ready"]
-        await site.until(lambda: [state for name, state, _ in site.said if name == "server-1"] == life)
-
-
 async def test_a_server_of_another_model_or_without_health_is_never_named():
     servers, roles = two_servers()
     servers[0].model, servers[1].health_status = "llama", 500
@@ -203,16 +180,6 @@ async def test_failures_that_the_gateway_tells_open_the_breaker_and_a_good_trial
         assert site.choose().worker == "server-2"
         servers[0].refuse = refuse
         await site.ready("server-1")
-
-
-async def test_requests_of_other_clients_count_as_load():
-    servers, roles = two_servers()
-    servers[0].metrics = "vllm:num_requests_running 50\nvllm:num_requests_waiting 9\n"
-    async with serving(roles, servers) as site:
-        await site.ready("server-1", "server-2")
-        await site.until(lambda: (site.view("server-1").load or {}).get("running_requests") == 50)
-        assert site.view("server-1").load["waiting_requests"] == 9
-        assert {site.choose().worker for _ in range(8)} == {"server-2"}
 
 
 # -- KV events
@@ -275,36 +242,6 @@ async def test_requests_go_where_their_prefix_is_exactly(api: str, tmp_path: Pat
         assert (await site.overlap(token_ids=PROMPT))[1] == 0, "nothing is guessed of servers with events"
 
 
-async def test_a_gap_is_replayed_or_else_everything_is_forgotten(tmp_path: Path):
-    servers = [FakeServer(TOKENIZER)]
-    address = endpoints("tcp", tmp_path)
-
-    async with (
-        serving(
-            lambda: {
-                Role.AGGREGATED: {
-                    "url": [servers[0].url],
-                    "kv_events": [address.endpoint],
-                    "kv_events_replay": [address.replay_endpoint],
-                }
-            },
-            servers,
-        ) as site,
-        publishing(address, keep=3) as publisher,
-    ):
-        await publisher.send(stored(PROMPT, 1000))  # before the router came: replayed
-        await site.ready("server-1")
-        await site.until(lambda: site.view("server-1").indexed_blocks == 9)
-        await publisher.send(stored([7] * 64, 2000), lost=True)
-        await publisher.send(stored([8] * 32, 3000))
-        await site.until(lambda: site.view("server-1").indexed_blocks == 15)
-        for number in range(4):  # more than the publisher keeps
-            await publisher.send(stored([9 + number] * 16, 4000 + number), lost=True)
-        await publisher.send(stored([20] * 16, 5000))
-        await site.until(lambda: site.view("server-1").indexed_blocks == 3)
-        assert (await site.overlap(token_ids=PROMPT))[1] == 0
-
-
 # -- pairs
 
 
@@ -319,57 +256,6 @@ def roles_of(servers: list[FakeServer], **prefill: Any) -> Callable[[], dict[Rol
         Role.PREFILL: {"url": [servers[0].url]} | prefill,
         Role.DECODE: {"url": [servers[1].url]},
     }
-
-
-async def test_vllm_pairs_pass_on_what_the_prefill_answers():
-    prefill, decode = servers = pair("vllm")
-
-    async with serving(roles_of(servers), servers, router=LOADED) as site:
-        await site.ready("prefill-1", "decode-1")
-        choice = await site.route(token_ids=PROMPT)
-        assert (choice["worker"], choice["url"]) == ("decode-1", decode.url)
-        first = choice["prefill"]
-        assert (first["worker"], first["url"]) == ("prefill-1", prefill.url)
-        assert first["from_answer"] == ["kv_transfer_params"]
-        assert first["fields"]["stream"] is False
-        assert (site.view("prefill-1").open_requests, site.view("decode-1").open_requests) == (1, 1)
-        assert await site.complete(choice, PROMPT, 5) == 5
-        (pulled,) = decode.pulled
-        assert pulled["remote_engine_id"] == prefill.url
-        assert (site.view("prefill-1").open_requests, site.view("decode-1").open_requests) == (0, 1)
-        assert "worker: must be a worker that has this request, decode-1" in await site.refused(
-            "/feedback", 400, id=choice["id"], stage="failed", worker="prefill-1"
-        )
-        await site.ask("/feedback", id=choice["id"], stage="first_token", cached_tokens=144)
-        await site.ask("/feedback", id=choice["id"], stage="finished", output_tokens=5)
-        assert site.view("decode-1").open_requests == 0
-
-
-async def test_sglang_pairs_get_one_room_and_run_together():
-    prefill, decode = servers = pair("sglang")
-
-    async with serving(roles_of(servers, bootstrap_port=9001), servers, router=LOADED) as site:
-        await site.ready("prefill-1", "decode-1")
-        rooms = set()
-        for number in range(3):
-            choice = await site.route(token_ids=[5 + number, *PROMPT])
-            first = choice["prefill"]
-            assert first["from_answer"] == []
-            assert {name: first["fields"][name] for name in choice["fields"]} == choice["fields"]
-            assert choice["fields"]["bootstrap_port"] == 9001
-            rooms.add(choice["fields"]["bootstrap_room"])
-            assert await site.complete(choice, [5 + number, *PROMPT], 4) == 4
-            await site.ask("/feedback", id=choice["id"], stage="finished")
-        assert {pulled["room"] for pulled in decode.pulled} == rooms
-        assert len(rooms) == prefill.prefills == 3
-        await prefill.stop()
-        await site.until(lambda: site.view("prefill-1").condition == "unhealthy")
-        assert "its decode workers compute no prompts" in await site.refused(
-            "/route", 503, model=MODEL, token_ids=PROMPT
-        )
-        await prefill.start()
-        await site.ready("prefill-1")
-        assert (await site.route(token_ids=PROMPT))["prefill"]["worker"] == "prefill-1"
 
 
 async def test_a_prefill_server_that_fails_is_left_out_and_the_decode_server_computes():

@@ -287,32 +287,3 @@ def test_names_are_text(width):
         (path,) = site.killed
         assert path.startswith("/watch/workers/%3Cimg%20src%3Dx")
         assert page.problems == []
-
-
-def test_why_a_request_went_its_way_stays_when_newer_decisions_have_come():
-    requests = tuple(snapshots.journey(f"r{number}-0", "prefill-1", "decode-1") for number in range(3))
-    first = snapshots.body(requests=requests, decisions=(snapshots.decision("r1-0", "decode-1"),))
-    with page_site(first) as site, Page() as page:
-        page.open(site.url)
-        page.until("document.querySelectorAll('#requests button').length === 3")
-        page.run("document.querySelectorAll('#requests button')[1].click()")
-        page.until("document.querySelector('#way').innerText.includes('decode-9')")
-        newer = tuple(snapshots.decision(f"s{number}-0", "decode-7") for number in range(12))
-        site.body = snapshots.body(requests=requests, decisions=newer)
-        page.until("document.querySelector('#decisions').innerText.includes('decode-7')")
-        assert "decode-9" in page.run("document.querySelector('#way').innerText")
-        page.run("document.querySelectorAll('#requests button')[0].click()")
-        page.until("!document.querySelector('#way').innerText.includes('decode-9')")
-
-
-def test_a_frontend_that_is_gone_is_said_with_what_was_seen_last():
-    with page_site(fleet(8)) as site, Page() as page:
-        page.open(site.url)
-        page.until(LIVE)
-        assert not page.run("document.body.classList.contains('stale')")
-        site.end()
-        said = page.until(
-            "document.body.classList.contains('stale') && document.querySelector('#status').innerText"
-        )
-        assert "tries again; below is what was seen at" in said
-        assert page.run("document.querySelectorAll('#workers tbody tr').length") == 8

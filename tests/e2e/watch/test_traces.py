@@ -9,7 +9,6 @@ pytestmark = pytest.mark.slow
 collected = pytest.mark.needs("collector clients")
 
 TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-OTHER_TRACE = "1af7651916cd43dd8448eb211c80319c"
 ROLE = {"replicas": 1, "engine": "mock", "kv_blocks": 400, "mock": {"kv_bytes_per_block": 4096}}
 ALWAYS = {"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}}
 
@@ -69,21 +68,6 @@ def test_a_collector_gets_one_trace_of_frontend_router_workers_and_kv_transfer(d
         assert span.parent_span_id == server.span_id, span.name
         assert span.start_time_unix_nano <= span.end_time_unix_nano
         assert abs(span.start_time_unix_nano - server.start_time_unix_nano) < 60e9
-
-
-@collected
-def test_unsampled_traces_are_passed_on_and_not_recorded(deploy, tmp_path):
-    with Collector(tmp_path) as collector:
-
-        async def scenario(site):
-            headers = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-00"}
-            await site.tell("hello", max_tokens=2, extra_headers=headers)
-            await site.tell("hello", max_tokens=2)  # its trace would begin here
-            sampled = {"traceparent": f"00-{OTHER_TRACE}-{CLIENT_SPAN}-01"}
-            await site.tell("hello", max_tokens=2, extra_headers=sampled)
-
-        deploy(scenario, timeout_s=180, tracing={"endpoint": collector.url, "sample_share": 0})
-    assert {span.trace_id.hex() for span in collector.spans} == {OTHER_TRACE}
 
 
 def test_a_collector_that_is_away_harms_no_request(deploy):

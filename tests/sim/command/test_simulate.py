@@ -136,24 +136,6 @@ def test_routing_by_prefix_finds_more_of_it_than_taking_turns(tmp_path, spec):
     assert hits["kv"] > hits["round-robin"] + 0.1
 
 
-def test_goodput_depends_on_the_targets(tmp_path, spec):
-    easy = simulated(tmp_path, spec, "--graph", SMALL, "--slo-ttft", "100", "--slo-itl", "10")
-    assert easy["goodput_rps"] == pytest.approx(60 / easy["duration_s"])
-    for targets in (("1e-6", "10"), ("100", "1e-6")):
-        hard = simulated(tmp_path, spec, "--graph", SMALL, "--slo-ttft", targets[0], "--slo-itl", targets[1])
-        assert hard["goodput_rps"] == 0
-    median = ("--slo-ttft", easy["ttft_s"]["p50"], "--slo-itl", "10")
-    half = simulated(tmp_path, spec, "--graph", SMALL, *median)
-    assert half["goodput_rps"] == pytest.approx(30 / half["duration_s"]), "half of the requests are within it"
-
-
-def test_a_trace_can_be_cut_and_run_faster(tmp_path):
-    slow = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, "--requests", "5")
-    fast = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, "--requests", "5", "--speed", "10")
-    assert slow["requests"] == fast["requests"] == 5
-    assert fast["duration_s"] < slow["duration_s"] / 3
-
-
 def test_a_request_beyond_the_context_fails_alone(tmp_path, capsys):
     path = tmp_path / "trace.jsonl"
     path.write_text(
@@ -230,16 +212,6 @@ def test_speculation_shortens_the_time_between_tokens_and_no_prompt(tmp_path):
     assert "3 tokens a decode step" in page.read_text()
 
 
-def test_samples_change_nothing(tmp_path, spec):
-    plain = simulated(tmp_path, spec, "--graph", SMALL)
-    sampled = simulated(tmp_path, spec, "--graph", SMALL, "--html", tmp_path / "report.html")
-    del plain["wall"], sampled["wall"]
-    for name in ("waiting_requests", "running_requests", "kv_use"):  # what only samples can tell
-        assert plain["roles"]["aggregated"].pop(name) is None
-        assert sampled["roles"]["aggregated"].pop(name)["mean"] >= 0
-    assert plain == sampled
-
-
 def test_deployments_are_put_side_by_side(tmp_path, spec, capsys):
     big = GRAPHS / "70b-h100-tp4-x4.yaml"
     reports = simulated(tmp_path, spec, "--compare", SMALL, big)
@@ -294,20 +266,6 @@ def test_a_whole_deployment_jumps_as_it_steps(policy, seed, options):
     assert not options or jump[3][0] > 10_000
 
 
-def test_hits_by_tier_add_up(tmp_path, spec, capsys):
-    page = tmp_path / "page.html"
-    settings = ["replicas=2", "kv_blocks=100", "kv.host=5x"]
-    flags = [f"--set=roles.aggregated.{setting}" for setting in settings]
-    report = simulated(tmp_path, spec, "--graph", SMALL, *flags, "--html", page)
-    hits = report["kv_hit_ratio_by_tier"]
-    assert list(hits) == ["device", "host", "disk", "object"]
-    assert hits["device"] + hits["host"] == pytest.approx(report["kv_hit_ratio"])
-    assert hits["host"] > 0.02
-    assert hits["disk"] is hits["object"] is None
-    assert "of it, on host" in capsys.readouterr().out
-    assert "of it, on host" in page.read_text()
-
-
 def test_adapters_are_asked_for_where_they_are():
     settings = [
         "roles.aggregated.engine=mock", "roles.aggregated.replicas=4",
@@ -332,10 +290,3 @@ def test_adapters_are_asked_for_where_they_are():
         deployment.check(
             make_sessions(WorkloadConfig(requests=4, rate_per_s=1, adapters=4), random.Random(1))
         )
-
-
-def test_simulated_workers_do_not_log_steps_whose_moments_would_be_real_ones(tmp_path):
-    graph = load(SMALL, Overrides([f"worker.step_log={tmp_path / 'steps'}"]))
-    sessions = make_sessions(WorkloadConfig(requests=3, rate_per_s=1), random.Random(0))
-    simulate(plan_deployment(graph, beside=GRAPHS), sessions, seed=0)
-    assert not (tmp_path / "steps").exists()

@@ -77,22 +77,6 @@ def test_what_cannot_be_is_refused_in_a_line(capsys, arguments, message):
     assert any(part in error for part in message.split("|")), error
 
 
-def test_sliding_windows_are_part_of_the_arithmetic(tmp_path, capsys):
-    spec = tmp_path / "chat.yaml"
-    spec.write_text("requests: 3\nrate_per_s: 6\ninput_tokens: 1500\nlength_sigma: 0\noutput_tokens: 40\n")
-    settings = {
-        "model": "gpt-oss-120b", "roles.aggregated.hardware": "h100", "roles.aggregated.tensor_parallel": 2,
-    }  # fmt: skip
-    flags = [flag for path, value in settings.items() for flag in ("--set", f"{path}={value}")]
-    error = refusal(
-        capsys, spec, "--graph", SMALL, *flags, "--set", "roles.aggregated.kv_blocks=30",
-        "--set", "roles.aggregated.max_batch_tokens=512",
-    )  # fmt: skip
-    assert "holds 1,216 beside 11 blocks for its windows in a step of 512 tokens: 30 blocks of 64" in error
-    error = refusal(capsys, spec, "--graph", SMALL, *flags, "--set", "roles.aggregated.kv_blocks=10000000")
-    assert "at 36.9 kB a token beside sliding windows of 128 tokens for each request" in error
-
-
 def test_one_deployment_or_several_must_be_given(capsys, spec):
     assert "give one of them" in refusal(capsys, spec)
     assert "give one of them" in refusal(capsys, spec, "--graph", SMALL, "--compare", SMALL)
@@ -149,25 +133,6 @@ def test_a_report_that_cannot_be_written_is_found_before_the_run(tmp_path, capsy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.jsonl"]
 
 
-def test_a_full_disk_is_a_line_after_the_table(capsys):
-    code = main(["simulate", str(DATA / "azure_trace.csv"), "--graph", str(SMALL), "--json", "/dev/full"])
-    said = capsys.readouterr()
-    assert code == 1
-    assert "requests" in said.out
-    assert said.err == "penstock: --json: /dev/full: cannot be written: No space left on device\n"
-
-
-def test_a_table_that_nobody_takes_is_a_line_and_the_files_are_written(tmp_path):
-    out = tmp_path / "out.json"
-    trace = DATA / "azure_trace.csv"
-    command = [sys.executable, "-m", "penstock", "simulate", trace, "--graph", SMALL, "--json", out]
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "penstock: stdout: cannot be written: No space left on device\n"
-    assert json.loads(out.read_text())["completed"] == 6
-
-
 def test_a_run_that_completes_nothing_fails(tmp_path, capsys):
     path, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     path.write_text('{"timestamp": 0, "input_length": 140000, "output_length": 5}\n')
@@ -197,25 +162,6 @@ def test_an_absurd_profile_names_file_and_field(tmp_path, capsys, part, change, 
     assert f"penstock: {path}: " in error
     assert message in error
     assert "Point(" not in error
-
-
-def test_what_does_not_fit_names_the_graph_the_fields_and_the_hardware_left_out(tmp_path, capsys):
-    bare = tmp_path / "bare.yaml"
-    bare.write_text("model: llama-3.1-70b\nblock_size: 64\nroles:\n  aggregated:\n    engine: mock\n")
-    error = refusal(capsys, DATA / "azure_trace.csv", "--compare", SMALL, bare)
-    assert f"penstock: {bare}: llama-3.1-70b: " in error
-    assert "raise tensor_parallel or pipeline_parallel; hardware was left out, which means cpu" in error
-
-
-def test_a_refusal_for_kv_shows_the_numbers_that_were_used(tmp_path, capsys):
-    profile = json.loads((ROOT / "examples" / "profiles" / "8b-h100-bf16-tp1.json").read_text())
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile | {"kv_capacity_tokens": 640}))
-    arguments = [DATA / "mooncake_trace.jsonl", "--graph", SMALL, "--engine-profile", path]
-    error = refusal(capsys, *arguments)
-    assert "holds 640: kv_capacity_tokens of the profile is 640; set kv_blocks" in error
-    error = refusal(capsys, *arguments, "--set", "roles.aggregated.kv_blocks=4")
-    assert "holds 256: 4 blocks of 64 tokens (kv_blocks); raise kv_blocks" in error
 
 
 @pytest.mark.slow

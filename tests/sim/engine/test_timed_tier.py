@@ -82,14 +82,6 @@ async def test_nothing_arrives_on_a_stopped_host_and_all_when_it_goes_on():
 
 
 @pytest.mark.virtual
-async def test_a_slow_host_loads_as_much_slower():
-    pace = Pace()
-    tier = filled(pace, (1,))
-    pace.factor = 3.0
-    assert tier.load_s(1) == pytest.approx(3 * seconds(1))
-
-
-@pytest.mark.virtual
 async def test_the_blocks_unused_for_longest_make_room_and_a_load_keeps_its_own():
     tier = tier_of(Pace(), num_blocks=3)
     tier.offload(hashes(1, 2), range(2), None)
@@ -101,16 +93,3 @@ async def test_the_blocks_unused_for_longest_make_room_and_a_load_keeps_its_own(
     assert tier.locate(hashes(3)) == tier.locate(hashes(1, 2)) - 1 == 0
     kinds = [type(event).__name__ for event in tier.take_events()]
     assert kinds.count("BlockRemoved") >= 1
-
-
-@pytest.mark.parametrize(("eviction", "kept"), [("lru", 0), ("lfu", 2)])
-@pytest.mark.virtual
-async def test_loads_are_uses_for_the_tiers_policy(eviction, kept):
-    tier = TimedTier(LowerTier(Tier.HOST, 6, eviction=eviction), MODEL, block_size=16, pace=Pace())
-    tier.offload(hashes(1, 2), range(2), None)
-    for _ in range(4):
-        tier.load(hashes(1, 2), [0, 1], lambda _count: None)
-        await asyncio.sleep(1.0)
-    for number in range(3):
-        tier.offload(hashes(10 + number, 20 + number, 30 + number), range(3), None)
-    assert tier.locate(hashes(1, 2)) == kept

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock import __version__, cli
+from penstock import cli
 from penstock.demo import MODEL_DIR
 from penstock.engine.registry import engine_names
 from penstock.frontend.config import PageConfig
@@ -33,13 +33,6 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def graph_of(*arguments: str) -> Graph:
     return cli.serve.graph_of(cli.make_parser().parse_args(["serve", *arguments]))
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"penstock {__version__}\n"
 
 
 def test_flags_become_a_graph() -> None:
@@ -215,14 +208,6 @@ def test_graph_check_says_which_commands_take_it_and_what_it_means(
         assert (hint in out) is any(hint in text for text in said), "only where it matters"
 
 
-def test_graph_check_takes_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "graph.yaml"
-    path.write_text("model: demo\nroles: {prefill: {replicas: 2}, decode: {}}\n")
-    assert complaint(capsys, "graph", "check", str(path), "--set", "roles.decode.replicas=-1") == (
-        "--set: roles.decode.replicas: must be >= 0, got -1"
-    )
-
-
 def test_graph_check_opens_a_checkpoint_that_is_here(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -241,14 +226,6 @@ def test_graph_check_opens_a_checkpoint_that_is_here(
     cli.main(["graph", "check", str(path)])
     said = capsys.readouterr().out
     assert "penstock serve refuses it: planner: roles.aggregated: step times cannot be predicted" in said
-
-
-def test_a_graph_with_a_planner_is_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path, workload = tmp_path / "graph.yaml", tmp_path / "workload.yaml"
-    path.write_text("model: demo\nroles: {aggregated: {engine: mock}}\nplanner: {max_workers: 3}\n")
-    workload.write_text("requests: 3\nrate_per_s: 1\ninput_tokens: 20\noutput_tokens: 3\n")
-    assert cli.main(["simulate", str(workload), "--graph", str(path)]) == 0
-    assert "workers added" in capsys.readouterr().out
 
 
 def test_an_interrupted_plan_says_so_in_one_line(

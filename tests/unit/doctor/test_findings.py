@@ -1,26 +1,18 @@
 """What the doctor says of a host and of engines, and how it words what does not work."""
 
 import resource
-import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from penstock.doctor import engines, host
-from penstock.doctor.engines import VLLM_CPU_INSTALL, find_gpus, gpu_finding, inspect_engines
+from penstock.doctor.engines import find_gpus, gpu_finding, inspect_engines
 from penstock.doctor.findings import (
-    LOOPBACK,
-    OWN,
-    PROCESS,
     EngineFinding,
-    Findings,
     HostFinding,
-    MemoryFinding,
     PathFinding,
-    TransportFinding,
 )
-from penstock.doctor.tables import absences, engine_lines, paths_table
 from penstock.engine.streams import package
 
 
@@ -74,34 +66,6 @@ def path(transport: str, place: str, read_gb_per_s: float, refusal: str = "") ->
     return PathFinding(transport=transport, place=place, **measured)
 
 
-def test_what_works_is_a_table_and_what_does_not_is_said_once() -> None:
-    findings = Findings(
-        version="1",
-        machine="m",
-        memories=(MemoryFinding(kind="dram"), MemoryFinding(kind="vram", missing="no device")),
-        transports=(
-            TransportFinding(name="memory", refusals={PROCESS: "another process"}),
-            TransportFinding(name="nixl", refusals={OWN: "not there", PROCESS: "not installed"}),
-        ),
-        paths=(
-            path("tcp", LOOPBACK, 1.0),
-            path("slow", OWN, 2.0),
-            path("memory", OWN, 9.0),
-            path("shm", PROCESS, 0.0, "not permitted"),
-        ),
-        host=(),
-    )
-    columns = [list(column.cells) for column in paths_table(findings).columns]
-    assert columns[0] == [OWN, "", LOOPBACK]
-    assert columns[2] == ["memory", "slow", "tcp"]
-    assert columns[3] == ["9.00", "2.00", "1.00"]
-    assert list(absences(findings)) == [
-        ("vram", "no device"),
-        ("nixl", "not installed"),
-        (f"shm, {PROCESS}, dram - dram", "not permitted"),
-    ]
-
-
 H100 = ("NVIDIA H100 80GB HBM3, 81559 MiB",) * 2
 
 
@@ -127,15 +91,6 @@ def installed(monkeypatch):
 
 def found(gpus=()) -> dict[str, EngineFinding]:
     return {finding.name: finding for finding in inspect_engines(gpus)}
-
-
-def test_without_any_package_the_mock_and_running_servers_are_left(installed) -> None:
-    by_name = found()
-    assert [name for name, each in by_name.items() if each.devices] == ["mock", "openai"]
-    assert by_name["paged"].missing == "torch is not installed"
-    assert by_name["paged"].fix == "pip install 'penstock-llm[engine]'"
-    assert by_name["vllm"].fix == VLLM_CPU_INSTALL, "there is no GPU"
-    assert found(H100)["vllm"].fix == "pip install 'vllm==0.32.*'"
 
 
 def test_engines_for_gpus_say_that_there_is_none(installed) -> None:
@@ -177,26 +132,6 @@ def test_builds_for_cpus_are_told_from_builds_for_gpus(installed) -> None:
     assert found(H100)["paged"].devices == ("cuda", "cpu")
     assert found(H100)["vllm"].devices == ("cuda",)
     assert "build for them" in found()["vllm"].missing
-
-
-def test_the_versions_are_those_of_the_extra() -> None:
-    root = Path(__file__).parents[3]
-    extra = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["engine"]
-    assert f"transformers{engines.TRANSFORMERS.range}" in extra
-    assert f"torch{engines.TORCH.range}" in extra
-
-
-def test_each_engine_is_one_line(installed) -> None:
-    installed.update({"torch": "2.13.0+cpu", "transformers": "5.19.0"})
-    nothing = Findings(
-        version="1", machine="m", memories=(), transports=(), paths=(), host=(), engines=inspect_engines(())
-    )
-    lines = list(engine_lines(nothing))
-    assert lines[0] == "mock    runs on cpu"
-    assert lines[1] == "paged   runs on cpu, torch 2.13.0+cpu, transformers 5.19.0"
-    assert lines[2] == "openai  runs on any server  (give its address: --url http://HOST:PORT)"
-    assert [line.split()[0] for line in lines if ", not run in CI" in line] == ["sglang", "trtllm"]
-    assert f"vllm    does not run here, vllm is not installed  ({VLLM_CPU_INSTALL})" in lines
 
 
 def test_gpus_are_counted_by_kind(monkeypatch, tmp_path) -> None:

@@ -3,20 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError, EngineError
 from penstock.engine.mock.engine import MockConfig, MockEngine, MockRunner, StepTiming
 from penstock.engine.runner import RunnerInfo
 from penstock.perf.profile.evaluation import Latency
-from penstock.perf.profile.profile import DecodePoint, LinearPrior, PrefillPoint, Profile, ProfiledModel
+from penstock.perf.profile.profile import LinearPrior, Profile, ProfiledModel
 from penstock.profiling.cells import DecodeCell, Limits, PrefillCell
-from penstock.profiling.judge import ttft_s
 from penstock.profiling.page import make_page
 from penstock.profiling.plan import QUICK, SweepConfig, plan_sweep
 from penstock.profiling.profiler import sweep
-from penstock.profiling.sweep import combine, measure, outliers
+from penstock.profiling.sweep import measure
 from penstock.profiling.targets.engine_target import EngineTarget
 from penstock.profiling.targets.target import Description
 from penstock.sim.loop.loop import run_virtual
@@ -132,24 +130,6 @@ def test_a_sweep_of_the_mock_engine_finds_its_timing(small: Profile) -> None:
     assert all(len(point.samples_s) == SMALL.repeats for point in small.points)
 
 
-def test_a_small_cache_costs_time_and_no_truth() -> None:
-    tight = replace(SHAPE, num_blocks=400)  # cannot hold the library of 16 prompts
-    profile = profiled(shape=tight)
-    assert any("there is room for 6400" in text for text in profile.evaluation.left_out_cells)
-    assert LinearPrior.fit(profile).decode == pytest.approx((0.02, 3e-4, 1e-7), rel=0.05)
-
-
-@pytest.mark.virtual
-async def test_requests_leave_nothing_behind() -> None:
-    target, engine = target_of(MockRunner(SHAPE, TIMING))
-    async with target:
-        for cell in (PrefillCell(64, 512), PrefillCell(16, prompts=4)):
-            await target.prefill(cell)
-        await target.decode(DecodeCell(16, 512))
-        load = engine.load()
-        assert (load.running_requests, load.waiting_requests, load.active_blocks) == (0, 0, 0)
-
-
 @pytest.mark.virtual
 async def test_an_engine_that_fails_names_the_cell() -> None:
     runner = Runner(SHAPE, TIMING)
@@ -171,22 +151,6 @@ def test_time_that_runs_out_leaves_cells_out_and_too_little_of_it_is_refused() -
         profiled(replace(SMALL, max_seconds=0.1))
 
 
-def test_progress_counts_every_measurement() -> None:
-    told: list[tuple[int, int]] = []
-    profiled(SMALL, SHAPE, lambda done, total, cell: told.append((done, total)))
-    total = (9 + 3 + 9 + 12) * (SMALL.repeats + 1)
-    assert told == [(number, total) for number in range(total)]
-
-
-def test_a_cell_is_the_median_of_its_samples_without_the_first() -> None:
-    points = [PrefillPoint(new_tokens=n, seconds=s) for n, s in ((99, 9.0), (10, 1.0), (12, 3.0), (11, 1.2))]
-    assert combine(points) == PrefillPoint(new_tokens=11, seconds=1.2, samples_s=(1.0, 3.0, 1.2))
-    assert combine(points[:1]) == PrefillPoint(new_tokens=99, seconds=9.0, samples_s=(9.0,))
-    steady = DecodePoint(batch=1, context=1, seconds=1.0, samples_s=(1.0, 1.01, 0.99, 1.02, 0.98))
-    assert outliers(steady) == 0
-    assert outliers(msgspec.structs.replace(steady, samples_s=(*steady.samples_s, 1.5, 0.5))) == 2
-
-
 def test_a_profile_survives_its_file_and_has_a_page(small: Profile, tmp_path: Path) -> None:
     small.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == small
@@ -195,9 +159,3 @@ def test_a_profile_survives_its_file_and_has_a_page(small: Profile, tmp_path: Pa
     assert "decode 16 x 512" in page
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "<circle" in page
-
-
-def test_a_prompt_of_several_steps_is_their_sum(small: Profile) -> None:
-    model = ProfiledModel(small)
-    assert ttft_s(model, 600, 0, 512) == pytest.approx(model.prefill_s(512) + model.prefill_s(88, 512))
-    assert ttft_s(model, 600, 64, None) == pytest.approx(model.prefill_s(600, 64))

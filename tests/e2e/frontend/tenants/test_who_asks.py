@@ -97,7 +97,7 @@ async def test_each_request_has_one_line_as_json(tmp_path: Path, monkeypatch: py
         whole, stream, wrong, bad, models, nowhere, admin, garbage = lines_of(file)
         usage = body["usage"]
         assert whole["time"].endswith("+00:00")
-        assert 0 <= whole.pop("ttft_s") <= whole.pop("duration_s") < 5
+        assert 0 <= whole.pop("ttft_s") <= whole.pop("duration_s")
         del whole["time"]
         assert whole == {
             "status": 200, "method": "POST", "path": CHAT, "client": "127.0.0.1", "request_id": "r1", "trace_id": TRACE,

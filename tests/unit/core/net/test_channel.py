@@ -65,15 +65,6 @@ class Stage(asyncio.Transport):
         self.reasons.append(reason)
 
 
-async def test_messages_go_in_and_out():
-    stage = Stage()
-    assert stage.high == 100
-    stage.channel.send(Subscribe())
-    stage.receive(Abort(request_id="a"), Abort(request_id="b"))
-    assert stage.written == [Subscribe()]
-    assert stage.messages == [Abort(request_id="a"), Abort(request_id="b")]
-
-
 async def test_messages_sent_soon_go_with_the_next_one_or_at_the_end_of_the_turn():
     first, second, third = (Abort(request_id=name) for name in "abc")
     stage = Stage()
@@ -91,15 +82,6 @@ async def test_messages_sent_soon_go_with_the_next_one_or_at_the_end_of_the_turn
     stage.channel.send_soon(third)
     await asyncio.sleep(0)
     assert stage.written[6:] == []
-
-
-async def test_many_bytes_do_not_wait_for_the_end_of_the_turn():
-    stage = Stage()
-    for number in range(1000):
-        stage.channel.send_soon(Abort(request_id=f"{number:030}"))
-    assert 900 > len(stage.written) > 400
-    await asyncio.sleep(0)
-    assert len(stage.written) == 1000
 
 
 async def test_a_ping_is_answered_and_a_silent_peer_is_pinged_and_then_given_up():
@@ -127,14 +109,6 @@ async def test_silence_is_noticed_when_its_time_is_up_and_not_at_the_next_beat()
     assert stage.ends == []
     await asyncio.sleep(0.02)
     assert stage.ends == ["abort"]
-
-
-async def test_a_peer_that_speaks_is_not_pinged():
-    stage = Stage()
-    for _ in range(20):
-        await asyncio.sleep(0.5)
-        stage.receive(Abort(request_id="a"))
-    assert stage.written == []
 
 
 async def test_a_frame_longer_than_the_bound_does_not_end_the_connection():
@@ -170,22 +144,6 @@ async def test_a_full_buffer_is_said_and_bounded():
     assert stage.written == [Subscribe()]
 
 
-async def test_closing_says_goodbye_once():
-    stage = Stage()
-    stage.channel.close("done")
-    stage.channel.close("done")
-    stage.channel.send(Subscribe())
-    assert stage.written == [Goodbye(reason="done")]
-    assert stage.ends == ["close"]
-    assert not stage.channel.is_open
-    stage.channel.resume_writing()
-    assert stage.rooms == 0
-    stage.channel.connection_lost(None)
-    assert stage.reasons == ["closed"]
-    assert stage.channel.closed.is_set()
-    stage.channel.abort("too late")
-
-
 async def test_who_reads_no_goodbye_is_given_up():
     """It may go on to speak, which shows that it lives, and would keep this end open for ever."""
     stage = Stage()
@@ -196,14 +154,6 @@ async def test_who_reads_no_goodbye_is_given_up():
     assert stage.ends == ["close"]
     await asyncio.sleep(1)
     assert stage.ends == ["close", "abort"]
-
-
-async def test_a_goodbye_is_the_reason():
-    stage = Stage()
-    stage.receive(Goodbye(reason="draining"))
-    assert stage.channel.said_goodbye
-    stage.channel.connection_lost(None)
-    assert stage.reasons == ["it said goodbye: draining"]
 
 
 @pytest.mark.parametrize(

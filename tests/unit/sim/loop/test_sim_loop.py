@@ -84,34 +84,3 @@ def test_a_group_cancels_its_tasks_in_the_order_in_which_they_began():
         return ended
 
     assert run_virtual(main()) == list(range(50))
-
-
-def test_timers_of_one_moment_run_in_the_order_they_were_set_and_cancelled_ones_never():
-    async def main() -> list[object]:
-        loop = asyncio.get_running_loop()
-        got: list[object] = []
-        handles = [loop.call_at(2.0 if n % 3 else 1.0, got.append, n) for n in range(12)]
-        handles[4].cancel()
-        loop.call_soon(handles[6].cancel)
-        handles.append(loop.call_soon(got.append, "soon"))
-        handles[-1].cancel()
-        await asyncio.sleep(5)
-        handles[0].cancel()  # it has run: no error
-        return got
-
-    assert run_virtual(main()) == [0, 3, 9, 1, 2, 5, 7, 8, 10, 11]
-
-
-def test_cancelled_timers_are_forgotten_before_their_moment():
-    async def main() -> int:
-        loop = asyncio.get_running_loop()
-        most = 0
-        for _ in range(50):
-            for _ in range(100):
-                loop.call_later(1e6, print).cancel()
-            await asyncio.sleep(0.01)
-            most = max(most, loop.num_timers)
-        assert loop.cancelled_timers <= loop.num_timers
-        return most
-
-    assert run_virtual(main()) < 300

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from penstock.sim.report.charts import Band, Chart, Line, say_s
+from penstock.sim.report.charts import Band, Chart, Line
 from penstock.sim.report.summary import summarize
 
 
@@ -38,22 +38,6 @@ def test_the_y_axis_has_round_labels_up_to_the_highest(highest, fields, labels):
     assert [label for label in ticks(svg, "end") if " " not in label] == labels
 
 
-@pytest.mark.parametrize(
-    ("longest_s", "last"),
-    [(100, "100 s"), (600, "10 min"), (4 * 3600, "4 h"), (5 * 86_400, "5 d"), (0.02, "0.02 s")],
-)
-def test_the_time_axis_has_a_unit_that_suits_its_length(longest_s, last):
-    svg = chart([1, 2], xs=[0, longest_s]).to_svg()
-    assert last in ticks(svg, "middle") + ticks(svg, "end")
-
-
-def test_a_gap_is_not_bridged_and_nothing_leaves_the_frame():
-    svg = chart([1, np.nan, 3, 4]).to_svg()
-    (path,) = re.findall(r'class="line c0" d="([^"]*)"', svg)
-    assert path.count("M") == 2
-    assert path.count("L") == 1
-
-
 def test_the_reading_has_every_value_of_lines_and_bands():
     shown = Chart(
         "KV", "share", np.array([0.0, 60.0]), [Line("median", np.array([0.5, np.nan]))],
@@ -79,22 +63,6 @@ def test_names_are_text_and_no_markup():
     assert "&lt;b&gt;&amp;" in svg
 
 
-@pytest.mark.parametrize(
-    ("value_s", "text"),
-    [
-        (0.0, "0 s"),
-        (2e-5, "20 µs"),
-        (0.0123, "12.3 ms"),
-        (2.0, "2 s"),
-        (600, "10 min"),
-        (86_400, "24 h"),
-        (1e6, "11.6 d"),
-    ],
-)
-def test_times_are_worded(value_s, text):
-    assert say_s(value_s) == text
-
-
 SPREAD = {"mean": 0.5, "p50": 0.4, "p90": 0.8, "p99": None}
 
 
@@ -113,28 +81,6 @@ def report(**fields):
 
 def rows(*reports):
     return {row.name: row for row in summarize(reports)}
-
-
-def test_hits_are_shown_by_tier_where_any_worker_has_several():
-    by_tier = {"device": 0.3, "host": 0.066, "disk": None, "object": None}
-    split = rows(report(), report(kv_hit_ratio_by_tier=by_tier))
-    assert [cell.value for cell in split["of it, on host"].cells] == ["-", "6.6"]
-    assert not any(name.startswith("of it") for name in rows(report(), report()))
-
-
-def test_tenants_have_rows_of_their_own():
-    one = {
-        "requests": 9,
-        "failed": 1,
-        "ttft_s": SPREAD,
-        "prompt_token_share": 0.25,
-        "output_token_share": 0.5,
-    }
-    found = rows(report(tenants={"<b>": one}), report())
-    assert [cell.value for cell in found["<b>: TTFT, mean"].cells] == ["500", "-"]
-    assert found["<b>: TTFT, mean"].unit == "ms"
-    assert found["<b>: part of prompt tokens"].cells[0].value == "25"
-    assert not any(":" in name for name in rows(report()))
 
 
 @pytest.mark.parametrize(
@@ -175,16 +121,3 @@ def test_beside_others_the_best_is_marked_and_differences_are_shown():
     assert [(c.difference, c.is_best) for c in found["output"].cells] == [("", False), ("+20 %", True)]
     assert [(c.difference, c.is_best) for c in found["cost"].cells] == [("", False), ("-50 %", True)]
     assert [(c.value, c.difference) for c in found["KV hit ratio"].cells] == [("36.6", ""), ("-", "")]
-
-
-def test_what_is_equal_or_of_no_merit_is_not_marked():
-    found = rows(report(), report(duration_s=50.0), report(gpu_hours=0.0))
-    for name in ("completed", "duration", "TTFT, p50", "goodput", "requests"):
-        assert not any(cell.is_best or cell.difference for cell in found[name].cells), name
-    assert [cell.difference for cell in found["GPU time"].cells] == ["", "", "-100 %"]
-    assert not any(cell.difference for cell in rows(report(failed=0), report())["failed"].cells)
-
-
-def test_nothing_at_all_can_be_drawn():
-    assert "<svg" in chart([]).to_svg()
-    assert "<svg" in chart([np.nan, np.nan]).to_svg()
