@@ -43,6 +43,7 @@ from penstock.frontend.requests.encoding import Prompt, encoding_of
 from penstock.frontend.requests.media import PromptMedia
 from penstock.frontend.requests.next_turns import NextTurns
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
+from penstock.frontend.requests.prompt_head import ChangingHeads
 from penstock.frontend.responses.store import ResponseStore, fields_after, stored_messages, with_answer
 from penstock.frontend.tenants.tenants import ANONYMOUS, BELIEVED, Tenant
 from penstock.frontend.text.models import ModelCache, ServedModel
@@ -156,6 +157,7 @@ class Frontend:
         self._models = ModelCache(dispatcher, config.models_max)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
         self._media = PromptMedia(config.media, dispatcher, hash_key=hash_key, count=self.metrics.media)
+        self._heads = ChangingHeads(self.metrics.prompt_head_changed)
         self._encoders = Encoders(
             config.receive.encoders_max,
             self._models,
@@ -230,6 +232,8 @@ class Frontend:
         )
         decoded = await self._decode(body, metadata.size_bytes, options, dialect)
         request, model = decoded.request, decoded.model
+        if (head := decoded.prompts[0].head) is not None:
+            self._heads.saw(model.card.name, options.tenant, head)
         with decoded.fields:
             prompts = await self._media.complete(decoded.prompts, request, model, slot)
             prepared = self._preprocessor.prepared(request, model, metadata, prompts, fields=decoded.fields)

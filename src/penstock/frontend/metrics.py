@@ -126,6 +126,12 @@ class FrontendMetrics(ReceiveMetrics):
             ["model", "repair"],
             registry=registry,
         )
+        self._changing_heads = Counter(
+            "penstock_frontend_changing_prompt_heads",
+            "Chats whose system message ends as that of earlier ones and begins otherwise, so that no KV is reused, from the third beginning on.",
+            ["model"],
+            registry=registry,
+        )
         self._tokens = {
             kind: Counter(f"penstock_frontend_{kind}_tokens", text, ["model"], registry=registry)
             for kind, text in (
@@ -145,6 +151,9 @@ class FrontendMetrics(ReceiveMetrics):
 
     def media(self, change_bytes: int) -> None:
         self._media.inc(change_bytes)
+
+    def prompt_head_changed(self, model: str) -> None:
+        self._changing_heads.labels(model).inc()
 
     def answered(self, route: str, code: int) -> None:
         self._answered(route, str(code)).inc()

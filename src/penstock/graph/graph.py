@@ -219,7 +219,9 @@ def _with_files(graph: Graph, directory: Path, overrides: Overrides, source: str
         except OSError as error:
             raise ConfigError(f"{where}: {(error.strerror or str(error)).lower()}") from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{where}: not UTF-8 text (byte {error.start}); a chat template is Jinja") from error
+            raise ConfigError(
+                f"{where}: not UTF-8 text (byte {error.start}); a chat template is Jinja"
+            ) from error
         if "{" not in text:
             raise ConfigError(f"{where}: has no Jinja; expected a chat template, such as {{{{ messages }}}}")
         graph = graph.model_copy(update={"chat_template": text})

@@ -18,6 +18,7 @@ from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, Gene
 from penstock.frontend.openai.dialect import ParsedBody
 from penstock.frontend.openai.media import PART_TYPES, ContentPart, MediaPart, media_part, placeholders
 from penstock.frontend.openai.tools import offered_tools
+from penstock.frontend.requests.prompt_head import SYSTEM, PromptHead, head_of, without_noise
 from penstock.frontend.responses.truncation import answer_room, fitting_messages
 from penstock.frontend.text.models import ServedModel
 from penstock.frontend.text.template import THINKING_SWITCHES, ChatTemplate
@@ -44,6 +45,7 @@ class Prompt(Wire, frozen=True):
         media: for which `token_ids` has placeholders; an engine has yet to expand it.
         expanded: what an engine has expanded in `token_ids`.
         in_reasoning: it has begun the model's reasoning.
+        head: of a chat's system message.
         text: of the prompt, where the answer repeats it: an echo, or an annotation of a chat.
         text_bytes: of `text` as a JSON string, in which some characters take six bytes.
     """
@@ -56,6 +58,7 @@ class Prompt(Wire, frozen=True):
     in_reasoning: bool = False
     text: str = ""
     text_bytes: int = 0
+    head: PromptHead | None = None
 
 
 def encode_prompts(
@@ -70,7 +73,9 @@ def encode_prompts(
     media: tuple[MediaPart, ...] = ()
     in_reasoning, text = False, ""
     salt = request_salt(model.card.salt, request.cache_salt)
+    head = None
     if isinstance(request, ChatRequest):
+        head = head_of(request.messages)
         media = _media(request, model)
         text = _render(request, model)
         in_reasoning = model.format.reasoning is not None and model.format.reasoning.is_open(text)
@@ -90,6 +95,7 @@ def encode_prompts(
             param=param,
             media=media,
             in_reasoning=in_reasoning,
+            head=head,
             text=text,
             text_bytes=len(msgspec.json.encode(text)) if text else 0,
         )
@@ -272,6 +278,8 @@ def _media(request: ChatRequest, model: ServedModel) -> tuple[MediaPart, ...]:
 
 def _message(message: Message, template: ChatTemplate, model: ServedModel) -> dict[str, Any]:
     content = message.content if message.content is not None else message.refusal or ""
+    if message.role in SYSTEM:
+        content = without_noise(content)
     fields: dict[str, Any] = {"role": message.role, "content": _content(content, template, model)}
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
         fields["reasoning_content"] = reasoning
