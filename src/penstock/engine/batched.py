@@ -27,7 +27,7 @@ from penstock.engine.scheduling.sequences import SequenceLimits, StepPlan
 from penstock.kv.manager.break_even import BreakEven
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.manager.prefix_loads import PrefixLoads
-from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.measured import MeasuredPrefill
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import PrefillPrice
 from penstock.kv.sessions.actions import KvActions
@@ -71,7 +71,7 @@ class BatchedEngine:
         self._make_tiers = make_tiers
         self._price = price
         self._kv: KvManager | None = None
-        self._prefill = MeasuredSpeed()
+        self._prefill = MeasuredPrefill()
         self._prefix_loads = PrefixLoads()
         self._break_even: BreakEven | None = None
         self.tier_lines: tuple[str, ...] = ()
@@ -361,8 +361,13 @@ class BatchedEngine:
         try:
             started_s = perf_counter()
             sampled = await self._runner.run(plan, scheduler.table)
-            num_tokens = int(plan.num_new[plan.num_decode :].sum())
-            self._prefill.measure(num_tokens, perf_counter() - started_s)
+            step_s, num_tokens = perf_counter() - started_s, int(plan.num_new[plan.num_decode :].sum())
+            self._prefill.measure(
+                num_tokens,
+                step_s,
+                decode_rows=plan.num_decode,
+                context_tokens=int(scheduler.table.num_computed[plan.slots[: plan.num_decode]].sum()),
+            )
             if self._break_even is not None:
                 self._break_even.computed(num_tokens)
             step = scheduler.commit(plan, sampled)

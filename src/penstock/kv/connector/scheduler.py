@@ -26,7 +26,7 @@ from penstock.kv.groups.group import GroupKind, KvGroup
 from penstock.kv.groups.groups import KvGroups
 from penstock.kv.manager.counters import TierCounters
 from penstock.kv.manager.worth import worth_loading
-from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
+from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredPrefill, MeasuredSpeed
 
 _QUICK_S = 0.01
 """A step may wait so long for loads from the host: a load beside the steps is heard of one or two steps later."""
@@ -77,8 +77,8 @@ class KvConnectorScheduler:
             groups: of the model's layers; None for one table of blocks.
             clock: seconds.
         """
-        self.prefill = MeasuredSpeed()
-        """Seconds for each prompt token; the engine measures it."""
+        self.prefill = MeasuredPrefill()
+        """The engine measures its steps."""
         self.holders: tuple[KvHolder, ...] = ()
         """Whose blocks the tiers load that other workers load from too; empty before all processes have reported."""
         self._block_size = block_size

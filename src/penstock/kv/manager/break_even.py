@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.core.log import get_logger
 from penstock.core.types.events import Tier
-from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.measured import MeasuredPrefill
 from penstock.seams.kv import KvTier
 
 _TOKENS_MIN = 256
@@ -31,7 +31,7 @@ class BreakEven:
     def __init__(
         self,
         tiers: Sequence[KvTier],
-        prefill: MeasuredSpeed,
+        prefill: MeasuredPrefill,
         block_size: int,
         on_price: Callable[[float, float], None] = lambda *_: None,
     ) -> None:

@@ -18,7 +18,7 @@ from penstock.kv.manager.loader import ChosenPrefix, Loader
 from penstock.kv.manager.offloader import Offloader
 from penstock.kv.manager.prefix_loads import PrefixLoads
 from penstock.kv.manager.worth import ComputeSeconds
-from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.measured import MeasuredPrefill
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.windows.prefixes import WindowPrefixes
 from penstock.seams.kv import KvRun, KvSource, KvTier
@@ -51,7 +51,7 @@ class KvManager:
                 `choose_prefix` takes the place of `choose_runs`, and a prefix arrives as a whole or is of no use.
         """
         self.tiers = tuple(tiers)
-        self.prefill = MeasuredSpeed()
+        self.prefill = MeasuredPrefill()
         """Seconds per prompt token, which the engine measures."""
         self._pool = pool
         self._on_change = on_change

@@ -18,7 +18,7 @@ from penstock.engine.launch_host import SymbolicHost, ThisHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.engine import VllmEngine
 from penstock.engine.vllm.engine_launch import engine_launch
-from penstock.engine.vllm.tiers.prompts import PromptHashes
+from penstock.engine.vllm.tiers.prompts import PromptHashes, StepTokens
 from penstock.engine.vllm.tiers.settings import HASH_KEY, TierSettings, with_tiers
 from penstock.engine.vllm.tiers.stats import TierStats, pack_stats
 from penstock.kv.host.memory import HostPart
@@ -179,3 +179,25 @@ def test_the_worker_hears_counts_and_events_alone_and_within_a_multiconnector() 
     holder = KvHolder(kind=Holder.HOST, id="arena", blocks=8)
     stats.read(pack_stats([host], [], [holder]))
     assert (stats.holders, stats.own_blocks) == ((holder,), 0)
+
+
+def test_drafted_tokens_are_no_prompt_and_the_rest_of_a_prompt_is_no_decode_row() -> None:
+    rows = {
+        "new": (9, 0, 0),
+        "rest": (1, 8, 0),
+        "again": (30, 0, 5),
+        "decodes": (1, 70, 6),
+        "drafts": (4, 90, 7),
+    }
+    begun = {name: row for name, row in rows.items() if name != "new"}
+    output = SimpleNamespace(
+        num_scheduled_tokens={name: tokens for name, (tokens, _, _) in rows.items()},
+        total_num_scheduled_tokens=45,
+        scheduled_spec_decode_tokens={"drafts": [1, 2, 3]},
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(begun),
+            num_computed_tokens=[computed for _, computed, _ in begun.values()],
+            num_output_tokens=[generated for _, _, generated in begun.values()],
+        ),
+    )
+    assert StepTokens.of(output) == (40, 5, 160)

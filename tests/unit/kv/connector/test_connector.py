@@ -98,10 +98,10 @@ def test_loads_and_saves_are_compared_with_computing(connected: Maker) -> None:
     assert matched(scene, "a", hashes) == 4, "tried once, before anything is known"
     scene.scheduler.reserve("a", [[30, 31, 32, 33]], 4)
     scene.step()
-    scene.scheduler.prefill.measure(1_000_000, 1e-9)
+    scene.scheduler.prefill.measure(1000, 1e-9)
     assert matched(scene, "b", hashes) == 0
     for _ in range(100):
-        scene.scheduler.prefill.measure(1, 10.0)
+        scene.scheduler.prefill.measure(1000, 10_000.0)
     assert matched(scene, "b", hashes) == 4
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from penstock.kv.manager.break_even import BreakEven
-from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.measured import MeasuredPrefill
 from tests.support.held_tier import HeldTier
 
 BLOCK_SIZE = 4
@@ -17,7 +17,7 @@ def said(capsys):
 
 def scene(seconds_per_block, on_price=lambda *_: None):
     tier = HeldTier(seconds_per_block=seconds_per_block)
-    prefill = MeasuredSpeed()
+    prefill = MeasuredPrefill()
     return tier, prefill, BreakEven([tier], prefill, BLOCK_SIZE, on_price)
 
 
@@ -30,7 +30,7 @@ async def test_probes_say_a_line_a_tier_at_the_start_and_serving_corrects_it(cap
     assert "measured_bytes_per_s=16000" in text
     assert "measured_by=probe" in text
     assert "kv_tier_too_slow" not in text
-    prefill.measure(1500, 1.0)
+    prefill.measure(3000, 2.0)
     break_even.look()
     assert said(capsys) == "", "less than twice as quick as was said"
     for _ in range(100):
@@ -68,3 +68,22 @@ async def test_each_look_tells_what_computing_and_loading_a_token_take():
     tier.is_off = True
     break_even.look()
     assert told == [(0.001, math.inf), (0.001, pytest.approx(0.0005)), (0.001, math.inf)]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(8000, 0, 0), *[(32, 64, 64_000)] * 99],
+        [(0, 64, 64_000), (32, 64, 64_000)] * 9,
+        [(20, 0, 0), (700, 0, 0)] * 3,
+        [*[(tokens, 0, 0) for tokens in (100, 900, 3000)], *[(200, rows, 0) for rows in range(1, 250)]],
+    ],
+    ids=["after a prompt alone", "between decode steps", "prompts alone", "as rows become more"],
+)
+def test_a_prompt_token_costs_what_it_adds_to_a_step(steps):
+    prefill = MeasuredPrefill()
+    assert not prefill.is_known
+    for tokens, rows, context in steps:
+        step_s = 4e-3 + 17e-6 * tokens + 1.2e-5 * rows + 1e-8 * context
+        prefill.measure(tokens, step_s, decode_rows=rows, context_tokens=context)
+    assert prefill.seconds(8000) == pytest.approx(0.136, rel=0.25)

@@ -1,6 +1,6 @@
 """vLLM's requests by Penstock's block hashes: tiers, routers and the disk of an earlier worker name a block alike."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,34 @@ class PromptHashes:
     def forget(self, request_id: str) -> None:
         """Forget a request."""
         self._known.pop(request_id, None)
+
+
+class StepTokens(NamedTuple):
+    """What a step computes.
+
+    Attributes:
+        prompt: prompt tokens, and those of preempted requests that are computed again.
+        decode: one token for each sequence that generates, and the tokens drafted after it.
+        context: the sum of these sequences' lengths.
+    """
+
+    prompt: int
+    decode: int
+    context: int
+
+    @classmethod
+    def of(cls, output: Any) -> "StepTokens":
+        """Count the tokens of vLLM's SchedulerOutput."""
+        drafts, begun = output.scheduled_spec_decode_tokens, output.scheduled_cached_reqs
+        decode = context = 0
+        for name, computed, generated in zip(
+            begun.req_ids, begun.num_computed_tokens, begun.num_output_tokens, strict=True
+        ):
+            tokens = output.num_scheduled_tokens[name]
+            if generated and tokens <= 1 + len(drafts.get(name, ())):
+                decode += tokens
+                context += computed
+        return cls(output.total_num_scheduled_tokens - decode, decode, context)
 
 
 def _salt(request: Any) -> bytes:
