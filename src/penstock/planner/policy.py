@@ -21,7 +21,7 @@ _TINY = 1e-9
 _SWITCH_AGAIN = 3.0
 """Cool-downs between two such changes: each moves every worker."""
 _SWITCH = 0.85
-"""Aggregated workers become disaggregated ones, and back, where these need at most this share of the GPUs."""
+"""Aggregated workers become disaggregated ones, and back, where these have at most this share of the cost."""
 
 
 class Policy:
@@ -95,7 +95,7 @@ class Policy:
         if self._kind is None:
             self._kind = max(self._kinds, key=lambda kind: sum(now.get(role, 0) for role in kind))
         present = found[self._kinds.index(self._kind)]
-        saves = best.gpus <= _SWITCH * present.gpus or (present.shortfall and not best.shortfall)
+        saves = best.cost <= _SWITCH * present.cost or (present.shortfall and not best.shortfall)
         if best is present or not saves or at_s - self._switched_s < _SWITCH_AGAIN * self._config.cool_down_s:
             return present
         self._switched_s, self._kind = at_s, frozenset(best.target)

@@ -1,5 +1,7 @@
 """What a policy makes of a decision."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -56,3 +58,17 @@ def test_workers_go_only_where_the_rest_holds_more_load(hysteresis, kept):
     for now, count in ((4, kept), (3, 3)):
         found = policy.decide(0.0, expected, now={A: now}, room={A: None}, factors={})
         assert found.target == {A: count}
+
+
+@pytest.mark.parametrize(("usd", "kind"), [(3.0, {P, D}), (1.0, {A})])
+@pytest.mark.parametrize("begun", [{A: 4}, {P: 2, D: 2}])
+def test_the_cheapest_kind_is_chosen_by_the_unit_of_the_budget(begun, usd, kind):
+    """Fewer GPUs of one kind may cost more than many of another."""
+    world = World({A: 1, P: 1, D: 1}, budget={"usd_per_hour": 100})
+    prices = {A: usd, P: 1.0, D: 1.0}
+    priced = [replace(each, price=prices[each.role]) for each in world.capacities]
+    policy = Policy(PlannerConfig(budget={"usd_per_hour": 100}), SLO, priced)
+    expected = msgspec.structs.replace(MANY, rate_per_s=2 * priced[0].rate_per_s(1, MANY, SLO))
+    found = policy.decide(1e6, expected, now=begun, room=dict.fromkeys(prices), factors={})
+    assert found.target.keys() == kind
+    assert found.cost == sum(count * prices[role] for role, count in found.target.items())

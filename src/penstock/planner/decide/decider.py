@@ -103,6 +103,7 @@ class Decider:
             terms=tuple(terms),
             gpus=round(_total(terms, gpus)),
             shortfall="; ".join(missing),
+            cost=_total(terms, costs),
         )
 
     def _most(self, capacity: Capacity, most: Mapping[Role, int], gpus_max: int | None) -> int:
@@ -220,9 +221,8 @@ def _cut(terms: list[RoleTerm], sizes: Mapping[Role, float], limit: float, why: 
 
 
 def cheapest(decisions: Iterable[Decision]) -> Decision:
-    """Choose between aggregated and disaggregated: the fewest GPUs of those that hold the SLO, else the first."""
-    found = list(decisions)
-    return min(found, key=lambda decision: (bool(decision.shortfall), decision.gpus))
+    """Choose between aggregated and disaggregated: the lowest cost of those that hold the SLO, and of equal costs the first."""
+    return min(decisions, key=lambda decision: (bool(decision.shortfall), decision.cost))
 
 
 def _at_most(role: Role, now: int, most: int, why: str) -> RoleTerm:

@@ -33,6 +33,7 @@ class Decision(Wire, frozen=True):
     Attributes:
         gpus: GPUs of all chosen replicas.
         shortfall: why the SLO is not expected to hold, with the bound and by how much; empty if it is.
+        cost: of all chosen replicas, in the unit of the budget; GPUs without a budget.
     """
 
     expected: ExpectedDemand
@@ -40,6 +41,7 @@ class Decision(Wire, frozen=True):
     terms: tuple[RoleTerm, ...]
     gpus: int
     shortfall: str = ""
+    cost: float = 0.0
 
     @property
     def target(self) -> dict[Role, int]:
