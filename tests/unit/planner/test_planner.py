@@ -47,6 +47,24 @@ async def test_workers_follow_a_step_of_load_up_and_down():
         assert await world.counts() == {A: world.needed(5.0)}
 
 
+@pytest.mark.parametrize("traffic_s", [60, 150, 600])
+@pytest.mark.parametrize("left_per_s", [0.0, 0.05])
+@pytest.mark.virtual
+async def test_traffic_that_has_ended_is_not_expected_however_little_there_was(traffic_s, left_per_s):
+    world = World({A: 1}, max_workers=3)
+    async with running(world):
+        world.rate_per_s = 60.0
+        await asyncio.sleep(traffic_s)
+        assert (await world.counts())[A] == 3
+        world.rate_per_s = left_per_s
+        await asyncio.sleep(40)
+        assert not world.records[-1].decision.shortfall
+        await asyncio.sleep(20)
+        assert world.records[-1].decision.expected.rate_per_s < 10
+        await asyncio.sleep(100)
+        assert await world.counts() == {A: 1}
+
+
 @pytest.mark.virtual
 async def test_a_queue_adds_workers_within_seconds():
     world = World({A: 1}, start_s=60, floor_period_s=60)

@@ -15,8 +15,8 @@ from penstock.planner.forecast.kalman import Kalman
 
 _VALUES_MIN = 20
 """Values before a band is taken from errors."""
-_COLD_HIGH = 1.5
-"""Before that, the upper edge is the largest value so far times this."""
+_COLD_HIGH, _COLD_VALUES = 1.5, 3
+"""Before that, the upper edge is the largest of the last so many values times this: traffic that has ended is not expected."""
 _PRIOR, _PRIOR_HORIZON, _PRIOR_WEIGHT = 0.15, 7, 4.0
 """Relative error that a band begins with, at a horizon of so many intervals or fewer, and how many horizons it weighs as: a few quiet
 or loud minutes say little. Further ahead it grows as the root of the horizon, as the errors of a random walk do."""
@@ -68,7 +68,7 @@ class SelectedForecast:
         self._decay = 0.5 ** (1 / max(_HALF_LIFE, _HALF_LIFE_HORIZONS * horizon))
         self._tracks = [_Track(method, horizon) for method in methods]
         self._chosen = self._tracks[0]
-        self._largest = 0.0
+        self._last: deque[float] = deque(maxlen=_COLD_VALUES)
         self._seen = 0
 
     def observe(self, value: float) -> None:
@@ -76,7 +76,7 @@ class SelectedForecast:
         if not (math.isfinite(value) and value >= 0):
             return
         self._seen += 1
-        self._largest = max(value, self._decay * self._largest)
+        self._last.append(value)
         for track in self._tracks:
             track.observe(value, self._decay)
         first = self._tracks[0]
@@ -95,7 +95,7 @@ class SelectedForecast:
         if mean is None:
             return None
         if self._seen < _VALUES_MIN:
-            high = max(mean, _COLD_HIGH * self._largest)
+            high = max(mean, _COLD_HIGH * max(self._last))
             return Forecast(mean=mean, low=0.0, high=high, method=track.method.name, is_cold=True)
         unit = self._deviations * max(mean, track.scale)
         return Forecast(
