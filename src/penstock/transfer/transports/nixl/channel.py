@@ -346,5 +346,7 @@ def rows_of(ranges: Descriptors, places: Mapping[int, Place], pieces: Pieces) ->
     ]
     rows[:, 0] += offsets
     rows[:, 1] = sizes
-    rows[:, 2] = places[int(ranges.region_ids[0])].device if len(ranges) else 0
+    region_ids = ranges.region_ids[index]
+    for region_id in distinct(ranges.region_ids):
+        rows[region_ids == region_id, 2] = places[region_id].device
     return rows

@@ -13,9 +13,10 @@ import importlib
 import importlib.util
 import queue
 import secrets
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from penstock.core.errors import PeerLost, PenstockError, TransferError
 from penstock.core.log import get_logger
 
 _log = get_logger()
-_MODULES = ("nixl_cu12", "nixl_cu13")
+_MODULES = ("nixl_cu13", "nixl_cu12")
 _PROGRESS_DELAY_US = 10_000
 _REQUESTS_AT_ONCE = 2
 NONCE_BYTES = 8
@@ -43,33 +44,58 @@ def row(address: int, size_bytes: int, device: int = 0) -> Rows:
     return np.array([[address, size_bytes, device]], np.uint64)
 
 
-def find_module() -> str:
-    """Find NIXL's installed module.
+def find_modules() -> list[str]:
+    """Find NIXL's installed modules, that of the CUDA of this process's PyTorch first.
 
     Raises:
         TransferError: none is.
     """
-    for module in _MODULES:
-        if importlib.util.find_spec(module) is not None:
-            return module
-    raise TransferError(
-        "NIXL is not installed: pip install --no-deps nixl-cu12==1.5.1 (339 MB, needs only numpy)"
-    )
+    cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""
+    found = [module for module in _MODULES if importlib.util.find_spec(module) is not None]
+    if not found:
+        raise TransferError(
+            "NIXL is not installed: pip install --no-deps nixl-cu12==1.5.1 (339 MB, needs only numpy)"
+        )
+    return sorted(found, key=lambda module: not module.endswith(cuda.partition(".")[0]))
 
 
-def load_bindings() -> Any:
-    """Import NIXL's bindings, which takes about 0.3 s.
+def load_bindings(modules: Callable[[], Sequence[str]] = find_modules) -> Any:
+    """Import NIXL's bindings of the first module that can be imported here, which takes about 0.3 s.
 
     Raises:
-        TransferError: they cannot be loaded.
+        TransferError: none can be.
     """
-    module = find_module()
+    failed = []
+    for module in modules():
+        try:
+            bindings = importlib.import_module(f"{module}._bindings")
+        except ImportError as error:
+            failed.append(f"{module} is installed and cannot be imported: {error}")
+        else:
+            _end_without_unloading()
+            return bindings
+    raise TransferError("; ".join(failed))
+
+
+def use_device(device: int) -> None:
+    """Make the primary context of a CUDA device the current one of this thread. Without CUDA's driver there is none.
+
+    Raises:
+        TransferError: CUDA refuses.
+    """
     try:
-        bindings = importlib.import_module(f"{module}._bindings")
-    except ImportError as error:
-        raise TransferError(f"{module} is installed and cannot be imported: {error}") from error
-    _end_without_unloading()
-    return bindings
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    for name, arguments in (
+        ("cuInit", (0,)),
+        ("cuDeviceGet", (ctypes.byref(number), device)),
+        ("cuDevicePrimaryCtxRetain", (ctypes.byref(context), number)),  # the process keeps it
+        ("cuCtxSetCurrent", (context,)),
+    ):
+        if code := getattr(cuda, name)(*arguments):
+            raise TransferError(f"CUDA device {device}: {name} fails with CUDA's error {code}")
 
 
 @functools.cache
@@ -130,14 +156,18 @@ class Flight:
 class NixlThread:
     """Calls one NIXL agent. One event loop calls the methods, except those marked as the thread's."""
 
-    def __init__(self, name: str, bindings: Callable[[], Any]) -> None:
+    def __init__(
+        self, name: str, bindings: Callable[[], Any], use_device: Callable[[int], None] = use_device
+    ) -> None:
         """Start the thread; `open` makes the agent.
 
         Args:
             name: of the NIXL agent, unique among agents that connect to each other.
             bindings: imports NIXL's bindings, in the thread.
+            use_device: makes a device's context the thread's, before memory of the device is registered.
         """
         self.name = name
+        self._use_device = use_device
         self._import = bindings
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._flights: list[Flight] = []
@@ -251,7 +281,9 @@ class NixlThread:
     # -- in the thread --------------------------------------------------------------------------------------------
 
     def register(self, rows: Rows, kind: str) -> Any:
-        """Register (n, 3) address, length, device; returns NIXL's list for `deregister`. The thread's."""
+        """Register (1, 3) address, length, device; returns NIXL's list for `deregister`. The thread's."""
+        if kind == "VRAM":  # UCX registers it in the thread's current context
+            self._use_device(int(rows[0, 2]))
         described = self.nixl.nixlRegDList(self._kind(kind), rows)
         self.agent.registerMem(described, [self.backend])
         return described

@@ -36,7 +36,7 @@ from penstock.transfer.regions.quarantine import call_after
 from penstock.transfer.regions.regions import addresses_of
 from penstock.transfer.transports.nixl.channel import KINDS, NAME, NixlChannel
 from penstock.transfer.transports.nixl.frames import Given, Known, Place
-from penstock.transfer.transports.nixl.thread import Flight, NixlThread, find_module, load_bindings, row
+from penstock.transfer.transports.nixl.thread import Flight, NixlThread, find_modules, load_bindings, row
 from penstock.transfer.transports.quiet import QuietTransport
 from penstock.transfer.transports.sums import answer_sums
 
@@ -69,7 +69,7 @@ class NixlTransport(QuietTransport):
     setup_s = _SETUP_S
 
     def __init__(
-        self, find: Callable[[], object] = find_module, bindings: Callable[[], Any] = load_bindings
+        self, find: Callable[[], object] = find_modules, bindings: Callable[[], Any] = load_bindings
     ) -> None:
         """Load nothing yet.
 

@@ -1,8 +1,12 @@
 """The thread that calls NIXL, and how lists are cut for it, on bindings that do as they are told."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +21,14 @@ from penstock.testing.transports.harness import TwoAgents
 from penstock.transfer import TransferConfig, TransferState
 from penstock.transfer.transports.nixl import channel as nixl_channel
 from penstock.transfer.transports.nixl import transport as nixl
-from penstock.transfer.transports.nixl.channel import cut
-from penstock.transfer.transports.nixl.frames import Given, Known, decode
-from penstock.transfer.transports.nixl.thread import Handles, NixlThread, Plan
+from penstock.transfer.transports.nixl.channel import cut, rows_of
+from penstock.transfer.transports.nixl.frames import Given, Known, Place, decode
+from penstock.transfer.transports.nixl.thread import Handles, NixlThread, Plan, row
 from penstock.transfer.transports.nixl.transport import NixlTransport
 from penstock.transfer.transports.sums import SumRanges
 
 MIB = 1 << 20
+FIELDS = ("region_ids", "offsets", "lengths")
 
 
 class nixlRemoteDisconnectError(Exception):  # noqa: N801 - NIXL's name
@@ -41,7 +46,7 @@ class FakeNixl:
     NIXL_INIT_AGENT = ""
     NIXL_WRITE, NIXL_READ = "write", "read"
     NIXL_IN_PROG, NIXL_SUCCESS = 1, 0
-    DRAM_SEG = "dram"
+    DRAM_SEG, VRAM_SEG = "dram", "vram"
 
     def __init__(self, *, at_once: bool = False) -> None:
         self.at_once = at_once
@@ -247,6 +252,65 @@ async def test_a_peer_that_ucx_does_not_reach_is_told_when_they_meet(
         )
         with pytest.raises(TransferError, match=text):
             await handle.wait()
+
+
+async def test_memory_is_registered_in_the_context_of_its_device() -> None:
+    fake, calls = FakeNixl(), []
+    fake.registerMem = lambda described, backends: calls.append(described[0].tolist())  # type: ignore[method-assign]
+    thread = NixlThread("own", lambda: fake, calls.append)
+    await thread.open()
+    calls.clear()
+    for kind, device in (("VRAM", 1), ("VRAM", 0), ("DRAM", 0)):
+        await thread.call(partial(thread.register, row(64, 8, device), kind))
+    await thread.close()
+    assert calls == [1, [64, 8, 1], 0, [64, 8, 0], [64, 8, 0]]
+
+
+def test_each_range_is_described_with_its_own_device() -> None:
+    places = {number: Place(kind="VRAM", address=1000 * number, device=number % 2) for number in (7, 8)}
+    parts = [Descriptors.of(7, [0], 40 * MIB), Descriptors.of(8, [16, 32], 16), Descriptors.of(7, [8], 8)]
+    ranges = Descriptors(*(np.concatenate([getattr(part, name) for part in parts]) for name in FIELDS))
+    pieces, _ = cut(ranges.lengths)
+    assert rows_of(ranges, places, pieces)[:, 2].tolist() == [1, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("installed", "cuda", "broken", "loaded"),
+    [
+        ((12, 13), None, (), 13),
+        ((12, 13), "12.8", (), 12),
+        ((12, 13), "13.0", (), 13),
+        ((12, 13), None, (13,), 12),
+        ((12, 13), None, (12, 13), None),
+    ],
+)
+def test_nixl_is_that_of_the_cuda_in_use_or_else_the_first_that_can_be_imported(
+    installed: tuple[int, ...],
+    cuda: str | None,
+    broken: tuple[int, ...],
+    loaded: int | None,
+    tmp_path: Path,
+) -> None:
+    for major in installed:
+        package = tmp_path / f"nixl_cu{major}"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "_bindings.py").write_text(f"raise ImportError('no {major}')" if major in broken else "")
+    (tmp_path / "torch.py").write_text(f"class version:\n    cuda = {cuda!r}")
+    code = "import torch; from penstock.transfer.transports.nixl.thread import load_bindings; print(load_bindings().__name__)"
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if loaded is None:
+        assert all(
+            f"nixl_cu{major} is installed and cannot be imported: no {major}" in run.stderr
+            for major in broken
+        )
+    else:
+        assert run.stdout.strip() == f"nixl_cu{loaded}._bindings", run.stderr
 
 
 @given(st.lists(st.integers(1, 100 * MIB), min_size=1, max_size=60))
