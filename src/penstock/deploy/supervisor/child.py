@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from penstock.deploy.group_file import kill_groups, remove_unused
 from penstock.deploy.messages import Assignment, FrontendJob, News, Report
 from penstock.deploy.supervisor.group_guard import GroupGuard
 from penstock.deploy.supervisor.output.process_output import ProcessOutput, Source
-from penstock.deploy.supervisor.resources.left_shared_memory import remove_unused, segments_of
 
 _REPORT_BYTES_MAX = 1 << 20
 _NEWS_BYTES_MAX = 1 << 16
@@ -168,12 +168,10 @@ class Child:
             self._kill_group()
 
     def _kill_group(self) -> None:
-        left = segments_of(self.pid)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        if left:  # once they have ended; in a thread, since it looks at every process of the machine
-            loop = asyncio.get_running_loop()
-            loop.call_later(_KILL_AFTER_S, loop.run_in_executor, None, remove_unused, left)
+        if left := kill_groups(
+            [self.pid]
+        ):  # looks at every process of the machine: in a thread, for which the loop waits at its end
+            asyncio.get_running_loop().run_in_executor(None, remove_unused, left)
 
 
 def command_line(fd: int, name: str, imports: Sequence[str]) -> list[str]:

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Self
 
 from penstock.core.log import get_logger
+from penstock.deploy import group_file
 from penstock.deploy.group_file import keep_groups, start_of
-from penstock.deploy.supervisor import guard_process
 
 _AGAIN_S = 1.0
 _log = get_logger()
@@ -97,7 +97,7 @@ async def _start() -> asyncio.subprocess.Process:
         sys.executable,
         "-I",
         "-S",
-        str(Path(guard_process.__file__)),
+        str(Path(group_file.__file__)),
         stdin=asyncio.subprocess.PIPE,
         preexec_fn=os.setpgrp,  # against signals to this process's group; no session of its own, see `Child.spawn`
     )
