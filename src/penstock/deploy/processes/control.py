@@ -1,7 +1,6 @@
 """A child process's side of the socket to its supervisor."""
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable
 
@@ -23,14 +22,17 @@ from penstock.deploy.messages import (
 from penstock.runtime.observations.windows import Window
 
 _RECEIVE_BYTES = 65536
+_UNSENT_BYTES_MAX = 1 << 20
+"""More is dropped: the supervisor has read nothing for thousands of reports."""
+_LAST_WORDS_S = 5.0
 _news: msgspec.json.Decoder[News] = msgspec.json.Decoder(News)
 
 
 class Control:
     """Sends reports and receives the supervisor's messages. One event loop owns it."""
 
-    def __init__(self, descriptor: int) -> None:
-        """Take ownership of a connected socket."""
+    def __init__(self, supervisor: socket.socket) -> None:
+        """Talk over a connected socket."""
         self.pulse: Callable[[], Beat] = Beat
         """Makes the next heartbeat."""
         self.on_process_failed: Callable[[ProcessFailed], None] = lambda _failure: None
@@ -41,39 +43,62 @@ class Control:
         """Called when the supervisor asks for a change of role."""
         self.on_drain: Callable[[float], None] = lambda _timeout_s: None
         """Called with the seconds that requests may take when the process drains."""
-        self._socket = socket.socket(fileno=descriptor)
+        self._socket = supervisor
         self._socket.set_inheritable(False)
         self._received = b""
+        self._unsent = bytearray()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def assignment(self) -> Assignment | None:
         """Wait for the supervisor's first message; None if the supervisor ended before sending it."""
         with self._socket.makefile("rb") as lines:
             line = lines.readline()
+        self._socket.setblocking(False)
         return msgspec.json.decode(line, type=Assignment) if line.endswith(b"\n") else None
 
     def tell(self, report: Report) -> None:
-        """Send a report; blocks until it is sent."""
-        self._socket.sendall(msgspec.json.encode(report) + b"\n")
+        """Send a report: at once, or when the supervisor reads; after the event loop has ended, wait for that up to 5 s."""
+        if len(self._unsent) < _UNSENT_BYTES_MAX:
+            self._unsent += msgspec.json.encode(report) + b"\n"
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._flush(_LAST_WORDS_S)
+        else:
+            self._flush()
 
     async def beat(self, interval_s: float) -> None:
-        """Send heartbeats for ever; drops one if the socket is full."""
+        """Send heartbeats for ever; drops one if the supervisor does not read."""
         while True:
             await asyncio.sleep(interval_s)
             self._offer(self.pulse())
 
     async def observe(self, take: Callable[[], Window]) -> None:
-        """Send a window every `WINDOW_S` for ever; drops one if the socket is full."""
+        """Send a window every `WINDOW_S` for ever; drops one if the supervisor does not read."""
         while True:
             await asyncio.sleep(WINDOW_S)
             self._offer(Observed(window=take()))
 
     def _offer(self, report: Report) -> None:
-        """Send a report unless the socket is full; one that was sent in part is completed, so that the next one is read."""
-        line = msgspec.json.encode(report) + b"\n"
-        with contextlib.suppress(OSError):  # supervisor stopped (socket full), or gone: `listen` notices
-            sent = self._socket.send(line, socket.MSG_DONTWAIT)
-            if sent < len(line):
-                self._socket.sendall(line[sent:])
+        """Send a report unless others wait for the supervisor to read."""
+        if not self._unsent:
+            self.tell(report)
+
+    def _flush(self, wait_s: float = 0.0) -> None:
+        """Send what the socket takes within `wait_s`, and the rest when it takes more. `listen` notices a supervisor that is gone."""
+        self._socket.settimeout(wait_s)
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except (BlockingIOError, TimeoutError):
+            pass
+        except OSError:
+            self._unsent.clear()
+        if self._loop is not None and not self._loop.is_closed():
+            if self._unsent:
+                self._loop.add_writer(self._socket, self._flush)
+            else:
+                self._loop.remove_writer(self._socket)
 
     def listen(self, gone: Callable[[], None]) -> None:
         """Start receiving messages; calls `gone` when the supervisor ends."""

@@ -12,6 +12,7 @@ import importlib
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +37,7 @@ _log = log.get_logger()
 def main() -> int:
     """Run one child process and return its exit code."""
     gc.disable()  # until everything is loaded: collections take a quarter of the time to import torch and transformers
-    control = Control(int(sys.argv[1]))
+    control = Control(socket.socket(fileno=int(sys.argv[1])))
     _import(sys.argv[3:])
     assignment = control.assignment()
     if assignment is None:

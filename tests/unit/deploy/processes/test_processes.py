@@ -1,18 +1,21 @@
 """What processes of a deployment are called, what they say of themselves, and what they import."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.load import WorkerLoad
 from penstock.deploy.causes import cause_of
-from penstock.deploy.messages import Beat, Failed
+from penstock.deploy.messages import Beat, Drain, Failed, Phase, Report
+from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.process import set_name
 from penstock.deploy.processes.report import report_of
 from penstock.deploy.processes.tracing import tracing
@@ -56,6 +59,26 @@ def test_a_group_of_errors_has_the_cause_that_is_clear():
 )
 def test_a_report_says_whether_a_restart_may_help(error, report):
     assert report_of(error) == report
+
+
+async def test_a_supervisor_that_does_not_read_stops_no_process_and_reads_all_later():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        control = Control(theirs)
+        ours.sendall(msgspec.json.encode(Drain(timeout_s=2.0)) + b"\n")
+        told = [Phase(what=str(number) * 40_000) for number in range(10)]
+        heard = asyncio.Event()
+        control.listen(gone=heard.set)
+        control.on_drain = lambda _timeout_s: heard.set()
+        for report in told:
+            control.tell(report)  # returns although nothing reads
+        await heard.wait()
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        for report in told:
+            assert msgspec.json.decode(await reader.readline(), type=Report) == report
+        writer.close()
+        control.tell(told[0])  # nobody hears it, and that is no error
+        asyncio.get_running_loop().remove_reader(theirs)
 
 
 @pytest.mark.parametrize(
