@@ -1,8 +1,10 @@
 """Files: written atomically, and read again when they change."""
 
 import asyncio
+import contextlib
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
@@ -37,15 +39,32 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: the directory is not writable or the disk is full; the old file stays, no temporary file is left.
     """
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        try:
-            file.write(data)
-            file.flush()
-            Path(file.name).chmod(_MODE)
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    with _written(path, data, _MODE) as new:
+        new.replace(path)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Create a private file atomically; a file that is there stays, also one that comes meanwhile.
+
+    Raises:
+        OSError: the directory is not writable or the disk is full; no temporary file is left.
+    """
+    with _written(path, data, 0o600) as new, contextlib.suppress(FileExistsError):
+        os.link(new, path)
+
+
+@contextlib.contextmanager
+def _written(path: Path, data: bytes, mode: int) -> Iterator[Path]:
+    """Write a temporary file beside `path`; it is gone afterwards, whatever happens."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(descriptor)
+    new = Path(name)
+    try:
+        new.write_bytes(data)
+        new.chmod(mode)
+        yield new
+    finally:
+        new.unlink(missing_ok=True)
 
 
 class WatchedFiles:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import write_new
 from penstock.core.hashing import KEY_BYTES
 from penstock.deploy.group_file import end_groups
 
@@ -114,14 +115,7 @@ def _read_or_create(path: Path, make: Callable[[], bytes]) -> bytes:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-                file.write(make())
-            try:
-                os.link(file.name, path)  # NamedTemporaryFile has mode 0600
-            except FileExistsError:
-                pass
-            finally:
-                Path(file.name).unlink()
+            write_new(path, make())
         return path.read_bytes()
     except OSError as error:
         raise _unwritable(path, error) from error

@@ -1,15 +1,17 @@
 import os
+import resource
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import write_whole
 from penstock.deploy.state import (
     RuntimeDirectory,
     admin_token_path,
@@ -84,6 +86,20 @@ def test_the_admin_token_is_made_once_for_a_user_and_private(
         load_admin_token()
     monkeypatch.setenv("PENSTOCK_ADMIN_TOKEN", "given")
     assert load_admin_token() == "given"
+
+
+@pytest.mark.parametrize(
+    "write", [lambda path: load_hash_key(path.parent), lambda path: write_whole(path, b"key")]
+)
+def test_a_full_disk_keeps_no_part_of_a_file(write: Callable[[Path], object], tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as where no byte more fits
+    try:
+        with pytest.raises((ConfigError, OSError), match=r"(?i)file too large"):
+            write(tmp_path / "hash_key")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
