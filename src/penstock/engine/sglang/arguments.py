@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from penstock.core.cuda import worker_gpus
 from penstock.core.errors import ConfigError, EngineError, PenstockError
 from penstock.core.types.instances import Role
 from penstock.engine.kv_events.subscriber import PublisherAddress
@@ -143,7 +144,7 @@ def make_arguments(spec: EngineSpec, known: frozenset[str], host: LaunchHost) ->
         "kv_cache_dtype": _KV_DTYPES.get(spec.kv_dtype),
         **_parallel(spec, known),
         **_nodes(spec),
-        "base_gpu_id": _first_gpu(spec),
+        "base_gpu_id": _first_gpu(spec, host),
         "max_running_requests": requests and requests * shared,
         "chunked_prefill_size": tokens and tokens * shared,
         "max_total_tokens": spec.kv_blocks and spec.kv_blocks // spec.data_parallel * spec.block_size,
@@ -205,10 +206,17 @@ def _nodes(spec: EngineSpec) -> dict[str, Any]:
     return {"nnodes": nodes.size, "node_rank": nodes.rank, "dist_init_addr": f"{host}:{nodes.master_port}"}
 
 
-def _first_gpu(spec: EngineSpec) -> int:
-    """Give the index of the worker's first GPU; 0 where `engine_args` name another kind of device."""
+def _first_gpu(spec: EngineSpec, host: LaunchHost) -> int:
+    """Give the index of the worker's first GPU; 0 where `engine_args` name another kind of device.
+
+    Raises:
+        ConfigError: the worker's GPUs are not visible.
+    """
     kind, _, index = spec.device.partition(":")
-    return int(index or 0) if kind == "cuda" and "device" not in spec.args else 0
+    if kind != "cuda" or "device" in spec.args:
+        return 0
+    worker_gpus("sglang", first := int(index or 0), spec.local_devices, host.variables)
+    return first
 
 
 def events_address(ranks: int, host: LaunchHost) -> PublisherAddress:

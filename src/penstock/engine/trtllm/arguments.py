@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from penstock.core.cuda import CUDA_VISIBLE_DEVICES, worker_gpus
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.engine.launch import EngineLaunch
@@ -134,16 +135,8 @@ def visible_devices(spec: EngineSpec, present: Mapping[str, str]) -> dict[str, s
     kind, _, index = spec.device.partition(":")
     if kind != "cuda":
         return {}
-    first = int(index or 0)
-    count = spec.tensor_parallel * spec.pipeline_parallel * spec.data_parallel
-    visible = present.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(number) for number in range(first + count)]
-    if len(names) < first + count:
-        raise ConfigError(
-            f"engine trtllm: the worker needs GPUs {first} to {first + count - 1}, CUDA_VISIBLE_DEVICES has"
-            f" {len(names)} ({visible}); start fewer workers, or name more GPUs"
-        )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + count])}
+    names = worker_gpus("trtllm", int(index or 0), spec.local_devices, present)
+    return {CUDA_VISIBLE_DEVICES: ",".join(names)}
 
 
 def _section(given: dict[str, Any], name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from penstock.core.cuda import visible_gpus
 from penstock.core.log import get_logger
 from penstock.runtime.observations.windows import GpuUse
 
@@ -72,9 +73,6 @@ class GpuMeter:
 
 def gpu_names(first: int, count: int, environ: Mapping[str, str]) -> list[str]:
     """Name a worker's GPUs for NVML: those that CUDA_VISIBLE_DEVICES lists at these places, else their indices."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible_gpus(environ)
     every = range(first, first + count)
-    if visible is None:
-        return [str(index) for index in every]
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return [names[index] for index in every if index < len(names)]
+    return [str(index) for index in every] if names is None else names[every.start : every.stop]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from penstock.core.cuda import visible_gpus
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.instances import Role
 from penstock.engine.registry import engine_kind
@@ -107,6 +108,6 @@ def count_devices(root: Path = Path("/")) -> int | None:
 
     A container has device files of its own GPUs alone. `root` is where `dev` is.
     """
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([name for name in visible.split(",") if name.strip() not in {"", "-1"}])
+    if (names := visible_gpus(os.environ)) is not None:
+        return len(names)
     return len(list(root.glob("dev/nvidia[0-9]*"))) or None
