@@ -215,12 +215,13 @@ def damage_host():
 
 
 def test_the_scheduler_hears_of_every_step_also_of_those_that_report_nothing():
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
     from penstock.engine.vllm.tiers.connector import RankReports, _SchedulerSide, _WorkerSide
 
     settings = TierSettings(KvConfig(), "worker", "", KEY)
-    parallel = SimpleNamespace(rank=0, world_size=1)
+    parallel = SimpleNamespace(rank=0, world_size=1, decode_context_parallel_size=1)
     cache = SimpleNamespace(block_size=BLOCK)
     config = SimpleNamespace(parallel_config=parallel, cache_config=cache)
     groups = [KvGroup(GroupKind.FULL, ("layer",), 1)]
@@ -233,6 +234,6 @@ def test_the_scheduler_hears_of_every_step_also_of_those_that_report_nothing():
         settings, config, SimpleNamespace(num_blocks=8, prefix_cache_retention_interval=0), groups
     )
     for _ in range(3):
-        scheduler.begin_step(SimpleNamespace(num_scheduled_tokens={}, scheduled_new_reqs=[]))
+        scheduler.begin_step(SchedulerOutput.make_empty())
         scheduler.end_step(report)
     assert not scheduler._steps

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from penstock.core.errors import EngineError, PenstockError, RequestError, Unavailable
+from penstock.core.errors import EngineError, PenstockError, RequestError, StepFailed, Unavailable
 from penstock.core.ids import RequestId
-from penstock.core.log import get_logger
+from penstock.core.log import cause, get_logger
 from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import WorkerLoad
@@ -22,6 +22,7 @@ from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.engine_launch import engine_launch
 from penstock.engine.vllm.inputs import Inputs
 from penstock.engine.vllm.kv_events import VllmKvEvents
+from penstock.engine.vllm.launch.arguments import tokens_per_block
 from penstock.engine.vllm.launch.child_output import ChildOutput
 from penstock.engine.vllm.launch.launch import end, launch, load_adapters, why_it_died
 from penstock.engine.vllm.media import MediaReader
@@ -89,7 +90,7 @@ class VllmEngine:
             self._events.holders = frozenset(holder.kind for holder in tiers.holders)
             self._wakes.begin(self._core, is_shared=bool(tiers.holders))
         return EngineInfo(
-            block_size=config.cache_config.block_size,
+            block_size=tokens_per_block(config),
             total_blocks=total_blocks,
             context_length=config.model_config.max_model_len,
             max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -283,14 +284,15 @@ class VllmEngine:
         task.add_done_callback(partial(self._sent, vllm_id))
 
     def _sent(self, vllm_id: str | None, task: asyncio.Task[None]) -> None:
-        """End a request that could not be encoded. `steps` reports an engine that died."""
+        """End a request that was not sent, whatever the reason. `steps` reports an engine that died."""
         self._sending.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if vllm_id is None or self._requests.get(vllm_id) is None:
+        error = asyncio.CancelledError("cancelled") if task.cancelled() else task.exception()
+        if error is None or vllm_id is None or self._requests.get(vllm_id) is None:
             return
-        if isinstance(error, (*_UNENCODABLE, PenstockError)):
-            running = self._requests.remove(vllm_id)
-            if not isinstance(error, PenstockError):
-                error = RequestError(f"vLLM's engine core cannot be sent this request: {error}")
-            self._unsent.append(running.refused(error))
-            self._wake.set()
+        if isinstance(error, _UNENCODABLE):
+            error = RequestError(f"vLLM's engine core cannot be sent this request: {error}")
+        elif not isinstance(error, PenstockError):
+            _log.error("request_not_sent", request_id=vllm_id, **cause(error))
+            error = StepFailed(f"vLLM's engine core was not sent this request: {error!r}")
+        self._unsent.append(self._requests.remove(vllm_id).refused(error))
+        self._wake.set()

@@ -4,7 +4,7 @@ import asyncio
 from collections import defaultdict
 from typing import Any
 
-from penstock.core.errors import EngineError, RequestError
+from penstock.core.errors import EngineError, PenstockError, RequestError
 from penstock.core.types.media import MODALITIES, ExpandedPrompt, MediaItem, MediaKind, MediaPrompt
 from penstock.core.types.requests import Request
 from penstock.core.wire import pack_tokens, token_list
@@ -64,22 +64,26 @@ class MediaReader:
         )
 
     async def _process(self, prompt: MediaPrompt) -> Any:
-        from vllm.exceptions import VLLMClientError  # noqa: PLC0415 - an optional package of gigabytes
+        """Decode and process the media of a prompt.
 
+        Raises:
+            RequestError: an item cannot be read, or vLLM refuses it. Decoders and processors raise anything.
+            EngineError: this host lacks something for it, as memory.
+        """
         data: dict[str, list[Any]] = defaultdict(list)
         names: dict[str, list[str]] = defaultdict(list)
         for number, item in enumerate(prompt.items):
             self._check(item, number)
             try:
                 data[item.modality].append(await asyncio.to_thread(self._decode, item))
-            except Exception as error:  # decoders raise anything; it is about these bytes
+            except BaseException as error:
                 raise _refusal(f"{item.modality} {number} of the request cannot be read", error) from error
             names[item.modality].append(item.digest.hex())
         try:
             return await self._renderer._process_multimodal_async(
                 token_list(prompt.token_ids), dict(data), dict(names), None, skip_mm_cache=True
             )
-        except (VLLMClientError, RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+        except BaseException as error:
             raise _refusal("vLLM refuses the media of the request", error) from error
 
     def _check(self, item: MediaItem, number: int) -> None:
@@ -122,5 +126,19 @@ def _kinds(processor: Any) -> tuple[MediaKind, ...]:
     return tuple(kinds)
 
 
-def _refusal(what: str, error: BaseException) -> RequestError:
-    return RequestError(f"{what}: {' '.join(str(error).split())[:300]}", param="messages")
+def _refusal(what: str, error: BaseException) -> PenstockError:
+    """Make an error of the request of one about media; a panic of Rust code, or SystemExit, would end more than this request.
+
+    Raises:
+        BaseException: `error`, where it is about this task.
+    """
+    task = asyncio.current_task()
+    is_cancelled = isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > 0)
+    if is_cancelled or isinstance(error, GeneratorExit | KeyboardInterrupt):
+        raise error
+    said = " ".join(str(error).split())[:300]
+    text = f"{what}: {said if ' ' in said else repr(error)}"
+    is_of_host = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
+    if is_of_host or not isinstance(error, Exception):
+        return EngineError(text)
+    return RequestError(text, param="messages")

@@ -1,17 +1,20 @@
 """The engine over a fake of vLLM's core client: what it sends, and what it makes of answers."""
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import EngineError, PenstockError, RequestError
+from penstock.core.types.media import MediaPrompt
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.engine import VllmEngine
+from penstock.engine.vllm.media import MediaReader
 from penstock.seams import Sleeping
 
 
@@ -24,11 +27,12 @@ class FakeCore:
         )
         self.sent: list[Any] = []
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
-        self.cannot_encode: set[str] = set()
+        self.fails: dict[str, BaseException] = {}
+        """By request id in vLLM."""
 
     async def add_request_async(self, request: Any) -> None:
-        if request.request_id in self.cannot_encode:
-            raise OverflowError("Integer value out of range")
+        if request.request_id in self.fails:
+            raise self.fails[request.request_id]
         self.sent.append(request)
 
     async def abort_requests_async(self, ids: list[str]) -> None:
@@ -75,23 +79,76 @@ def run(scene: Coroutine[Any, Any, None]) -> None:
     asyncio.run(limited())
 
 
-def test_a_request_that_cannot_be_encoded_ends_with_the_reason_and_others_go_on() -> None:
+class Panic(BaseException):
+    """As Rust's, which is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (OverflowError("Integer value out of range"), "invalid_request_error", "Integer value out of range"),
+        (KeyError("pixel_values"), "step_failed", r"KeyError\('pixel_values'\)"),
+        (MemoryError(), "step_failed", "MemoryError"),
+        (Panic("index out of bounds"), "step_failed", "index out of bounds"),
+        (asyncio.CancelledError(), "step_failed", "CancelledError"),
+        (EngineError("other tokens"), "engine_error", "other tokens"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_request_that_is_not_sent_ends_with_the_reason_and_others_go_on(
+    error: BaseException, code: str, says: str
+) -> None:
     async def scene() -> None:
         core, engine = FakeCore(), Engine(EngineSpec(model="m", block_size=32))
         engine.stand_in(core)
-        core.cannot_encode.add("bad-0")
+        core.fails["bad-0"] = error
         engine.submit(request("bad"))
         engine.submit(request("good"))
         step = await anext(engine.steps())
         (delta,) = step.deltas
         assert (delta.request_id, delta.finish_reason) == ("bad", FinishReason.ERROR)
         assert delta.error is not None
-        assert delta.error.code == "invalid_request_error"
-        assert "cannot be sent this request: Integer value out of range" in delta.error.message
+        assert delta.error.code == code
+        assert re.search(says, delta.error.message)
         assert [sent.request_id for sent in core.sent] == ["good-1"]
         assert step.load is not None
         assert step.load.waiting_requests + step.load.running_requests == 1
         engine.submit(request("bad"))  # its id is free again
+
+    run(scene())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (KeyError("pixel_values"), "invalid_request_error", "KeyError('pixel_values')"),
+        (OSError("image file is truncated"), "invalid_request_error", "image file is truncated"),
+        (OSError(28, "No space left on device"), "engine_error", "No space left on device"),
+        (MemoryError(), "engine_error", "MemoryError()"),
+        (Panic("index out of bounds"), "engine_error", "index out of bounds"),
+        (asyncio.CancelledError(), "engine_error", "CancelledError()"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_a_media_processor_raises_is_an_error_of_the_request(
+    error: BaseException, code: str, says: str
+) -> None:
+    async def process(*_args: Any, **_options: Any) -> None:
+        raise error
+
+    processor = SimpleNamespace(
+        renderer=SimpleNamespace(_process_multimodal_async=process),
+        model_config=None,
+        supports_mm_inputs=False,
+    )
+
+    async def scene() -> None:
+        with pytest.raises(PenstockError) as refused:
+            await MediaReader(processor).expand(MediaPrompt(token_ids=pack_tokens([1]), items=()))
+        assert refused.value.code == code
+        assert f"vLLM refuses the media of the request: {says}" in refused.value.message.replace(
+            "[Errno 28] ", ""
+        )
 
     run(scene())
 

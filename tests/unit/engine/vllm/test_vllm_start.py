@@ -35,6 +35,7 @@ class StartingCore:
         self.resources = SimpleNamespace(engine_manager=None)
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=64, block_size=32),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             model_config=SimpleNamespace(max_model_len=512),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=8),
         )

@@ -10,6 +10,7 @@ from typing import Any
 import pydantic
 
 from penstock.core.config import nearest
+from penstock.core.cuda import CUDA_VISIBLE_DEVICES, worker_gpus
 from penstock.core.errors import ConfigError
 from penstock.engine.launch_host import LaunchHost, gloo_environment
 from penstock.engine.spec import EngineSpec
@@ -73,7 +74,11 @@ def check_platform(device: str, platform: str) -> None:
 
 
 def environment(spec: EngineSpec, host: LaunchHost) -> dict[str, str]:
-    """Give the variables to set for vLLM's processes. Variables that only tune stay as the user has set them."""
+    """Give the variables to set for vLLM's processes. Variables that only tune stay as the user has set them.
+
+    Raises:
+        ConfigError: the worker's GPUs are not visible.
+    """
     present = host.variables
     tuned = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
     if (nodes := spec.nodes) is not None:
@@ -81,10 +86,9 @@ def environment(spec: EngineSpec, host: LaunchHost) -> dict[str, str]:
     kind, _, index = spec.device.partition(":")
     forced = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy the worker's sockets and threads
     if kind == "cuda":
-        wanted = range(int(index or 0), int(index or 0) + spec.local_devices)
-        visible = [name for name in present.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        names = [visible[number] if number < len(visible) else str(number) for number in wanted]
-        forced["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        forced[CUDA_VISIBLE_DEVICES] = ",".join(
+            worker_gpus("vllm", int(index or 0), spec.local_devices, present)
+        )
     elif index:
         forced["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
             str(int(index) + rank) for rank in range(spec.local_devices)
@@ -109,10 +113,20 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             raise ConfigError(
                 "engine_args: kv_events_config: Penstock itself follows vLLM's KV events; leave it out"
             )
-    if spec.device.startswith("cpu") and spec.block_size % _CPU_BLOCK:
+    if _size(spec, "prefill_context_parallel_size") > 1:
         raise ConfigError(
-            f"block_size: vLLM on CPUs needs a multiple of {_CPU_BLOCK}, got {spec.block_size}; set block_size:"
-            f" {_CPU_BLOCK}"
+            "engine_args: prefill_context_parallel_size: it needs GPUs beyond tensor_parallel x pipeline_parallel x data_parallel;"
+            " leave it out, and raise tensor_parallel instead"
+        )
+    shards = _size(spec, "decode_context_parallel_size")
+    if spec.block_size % shards:
+        raise ConfigError(
+            f"block_size: decode_context_parallel_size {shards} divides each block, got {spec.block_size}; set block_size to a multiple of {shards}"
+        )
+    if spec.device.startswith("cpu") and spec.block_size % (_CPU_BLOCK * shards):
+        raise ConfigError(
+            f"block_size: vLLM on CPUs needs a multiple of {_CPU_BLOCK * shards}, got {spec.block_size}; set block_size:"
+            f" {_CPU_BLOCK * shards}"
         )
     if spec.dtype not in _DTYPES and spec.dtype not in _QUANTIZATION:
         raise ConfigError(
@@ -121,7 +135,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     quantization = _QUANTIZATION.get(spec.dtype)
     ours: dict[str, Any] = {
         "model": spec.model,
-        "block_size": spec.block_size,
+        "block_size": spec.block_size // shards,  # vLLM's is of one rank
         "max_model_len": spec.context_length,
         "num_gpu_blocks_override": spec.kv_blocks,
         "dtype": "auto" if quantization else spec.dtype,
@@ -152,6 +166,11 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {name: value for name, value in ours.items() if value is not None} | args
 
 
+def tokens_per_block(config: Any) -> int:
+    """Count the tokens of a block by a VllmConfig, whose block size is that of each rank that keeps a part of the block."""
+    return int(config.cache_config.block_size * config.parallel_config.decode_context_parallel_size)
+
+
 def typed_arguments(spec: EngineSpec, arguments: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """Check arguments against vLLM, and make its configuration classes out of mappings.
 
@@ -175,6 +194,14 @@ def typed_arguments(spec: EngineSpec, arguments: Mapping[str, Any], kind: type) 
         else value
         for name, value in arguments.items()
     }
+
+
+def _size(spec: EngineSpec, name: str) -> int:
+    """Give a size among the graph's arguments, 1 without; one that is no size is vLLM's to refuse."""
+    try:
+        return max(int(spec.args.get(name, 1)), 1)
+    except (TypeError, ValueError):
+        return 1
 
 
 def _share_of_cores(engines: int) -> str:

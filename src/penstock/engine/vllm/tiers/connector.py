@@ -23,8 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from penstock.core.log import get_logger
 from penstock.engine.kv_tiers.memory import HostMemory, TorchMemory
 from penstock.engine.kv_tiers.staged import staged_tiers
+from penstock.engine.vllm.launch.arguments import tokens_per_block
 from penstock.engine.vllm.tiers.groups import kv_groups
-from penstock.engine.vllm.tiers.prompts import PromptHashes
+from penstock.engine.vllm.tiers.prompts import PromptHashes, StepTokens
 from penstock.engine.vllm.tiers.settings import TierSettings
 from penstock.engine.vllm.tiers.stats import pack_stats
 from penstock.engine.vllm.tiers.storage import device_process
@@ -193,7 +194,7 @@ class _SchedulerSide:
     def __init__(
         self, settings: TierSettings, vllm_config: Any, kv_cache_config: Any, groups: Sequence[KvGroup]
     ) -> None:
-        self._block_size: int = vllm_config.cache_config.block_size
+        self._block_size = tokens_per_block(vllm_config)
         self._num_groups = len(groups)
         tables = KvGroups(groups, self._block_size)
         for group in groups if len(groups) > 1 else ():
@@ -217,8 +218,8 @@ class _SchedulerSide:
         )
         self._quick: set[str] = set()
         """Requests whose step waits for their load, as vLLM was told."""
-        self._steps: deque[tuple[float, int]] = deque()
-        """Begin of steps under way, and the prompt tokens that they compute."""
+        self._steps: deque[tuple[float, StepTokens]] = deque()
+        """Begin of steps under way, and the tokens that they compute."""
         self._step_ended_s = 0.0
         self._told: object = None
         """Counts and holders."""
@@ -294,17 +295,19 @@ class _SchedulerSide:
     # -- steps
 
     def begin_step(self, output: Any) -> StepOrders:
-        scheduled = output.num_scheduled_tokens
-        new = {request.req_id for request in output.scheduled_new_reqs}
-        prompt_tokens = sum(tokens for name, tokens in scheduled.items() if tokens > 1 or name in new)
-        self._steps.append((perf_counter(), prompt_tokens))
+        self._steps.append((perf_counter(), StepTokens.of(output)))
         return StepOrders(self.side.take_orders())
 
     def end_step(self, reports: RankReports | None) -> None:
         now_s = perf_counter()
         if self._steps:
-            begun_s, prompt_tokens = self._steps.popleft()
-            self.side.prefill.measure(prompt_tokens, now_s - max(begun_s, self._step_ended_s))
+            begun_s, tokens = self._steps.popleft()
+            self.side.prefill.measure(
+                tokens.prompt,
+                now_s - max(begun_s, self._step_ended_s),
+                decode_rows=tokens.decode,
+                context_tokens=tokens.context,
+            )
         self._step_ended_s = now_s
         if reports is not None:
             self.side.take_reports(reports.by_rank)
@@ -326,7 +329,7 @@ class _WorkerSide:
     ) -> None:
         self._settings = settings
         self._groups = groups
-        self._fails_whole = not KvGroups(groups, vllm_config.cache_config.block_size).is_one_table
+        self._fails_whole = not KvGroups(groups, tokens_per_block(vllm_config)).is_one_table
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._rank: int = vllm_config.parallel_config.rank

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.kv_tiers.staged import DeviceProcess
+from penstock.engine.vllm.launch.arguments import tokens_per_block
 from penstock.engine.vllm.tiers.settings import TierSettings
 from penstock.kv.groups.group import KvGroup
 
@@ -26,12 +27,14 @@ def device_process(
         f"vllm {cache.cache_dtype} {cache.get_resolved_kv_cache_layout().name} {tables}"
         f" rank {parallel.rank} of {parallel.world_size}"
     )
+    if (shards := parallel.decode_context_parallel_size) > 1:
+        content += f" {shards} shards of {parallel.cp_kv_cache_interleave_size}"
     return DeviceProcess(
         worker=settings.worker,
         model_digest=settings.model_digest,
         num_blocks=kv_cache_config.num_blocks,
         block_bytes=block_bytes,
-        block_size=cache.block_size,
+        block_size=tokens_per_block(vllm_config),
         content=content,
         number=parallel.data_parallel_index * parallel.world_size + parallel.rank,
         processes=parallel.world_size * parallel.data_parallel_size,

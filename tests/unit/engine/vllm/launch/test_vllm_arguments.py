@@ -1,6 +1,7 @@
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from penstock.engine.vllm.launch.arguments import (
     check_version,
     engine_arguments,
     environment,
+    tokens_per_block,
     typed_arguments,
 )
 
@@ -85,6 +87,18 @@ def test_narrow_weights_are_named_as_vllm_names_them() -> None:
         ({"args": {"model": "x"}}, "engine_args: model is set by the graph's model; set that instead"),
         ({"block_size": 16}, "block_size: vLLM on CPUs needs a multiple of 32, got 16; set block_size: 32"),
         (
+            {"block_size": 32, "args": {"decode_context_parallel_size": 2}},
+            "block_size: vLLM on CPUs needs a multiple of 64, got 32; set block_size: 64",
+        ),
+        (
+            {"device": "cuda:0", "args": {"decode_context_parallel_size": "3"}},
+            "decode_context_parallel_size 3 divides each block, got 64; set block_size to a multiple of 3",
+        ),
+        (
+            {"args": {"prefill_context_parallel_size": 2}},
+            "prefill_context_parallel_size: it needs GPUs beyond tensor_parallel x",
+        ),
+        (
             {"args": {"kv_transfer_config": {"port": "x"}}},
             "engine_args: kv_transfer_config.port: Input should be a valid integer.*got 'x'",
         ),
@@ -101,6 +115,25 @@ def test_an_engine_is_kept_to_its_devices() -> None:
     assert variables(spec(device="cuda:2", tensor_parallel=2))["CUDA_VISIBLE_DEVICES"] == "2,3"
     visible = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert variables(spec(device="cuda:1", pipeline_parallel=2), visible)["CUDA_VISIBLE_DEVICES"] == "5,6"
+
+
+@pytest.mark.parametrize("visible", ["4,5", "4,5,-1,7", "", "-1"])
+def test_gpus_that_are_not_visible_are_refused(visible: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"needs GPUs 1 to 2, .* CUDA_VISIBLE_DEVICES has . \\({visible}\\)"
+    ):
+        variables(spec(device="cuda:1", tensor_parallel=2), {"CUDA_VISIBLE_DEVICES": visible})
+
+
+def test_a_block_has_the_graphs_tokens_where_ranks_keep_parts_of_it() -> None:
+    args = {"decode_context_parallel_size": 2}
+    given = engine_arguments(spec(device="cuda:0", block_size=64, tensor_parallel=2, args=args))
+    assert (given["block_size"], given["decode_context_parallel_size"]) == (32, 2)
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=32),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=2),
+    )
+    assert tokens_per_block(config) == 64
 
 
 def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
