@@ -119,9 +119,7 @@ def test_an_engine_is_kept_to_its_devices() -> None:
 
 @pytest.mark.parametrize("visible", ["4,5", "4,5,-1,7", "", "-1"])
 def test_gpus_that_are_not_visible_are_refused(visible: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"needs GPUs 1 to 2, CUDA_VISIBLE_DEVICES has . \\({visible}\\)"
-    ):
+    with pytest.raises(ConfigError, match=f"needs GPUs 1 to 2, CUDA_VISIBLE_DEVICES has . \\({visible}\\)"):
         variables(spec(device="cuda:1", tensor_parallel=2), {"CUDA_VISIBLE_DEVICES": visible})
 
 
