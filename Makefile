@@ -219,4 +219,5 @@ $(VLLM_STAMP): ci/vllm.txt ci/vllm.alone.txt | $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	git clean -q -X -f -d native src
+	rm -rf src/penstock/_native.*.so src/*.egg-info
+	find native src -name __pycache__ -prune -exec rm -rf {} +

@@ -138,7 +138,7 @@ class Installer:
             self.lock = os.open(self.venv, os.O_RDONLY)
         except OSError as error:
             raise InstallError(
-                f"{self.venv} cannot be made: {error.strerror}; use a checkout that you can write to"
+                f"{self.venv} cannot be made: {error.strerror}; remove what is there, or use a checkout that you can write to"
             ) from error
         if not os.access(self.venv, os.W_OK):
             raise InstallError(f"{self.venv} cannot be written to; remove it, or use a checkout of your own")
@@ -328,7 +328,7 @@ class Installer:
             shown = " ".join(str(part) for part in command)
             raise InstallError(
                 f"`{shown}` ended with {code}, for the reason above{hint}. Where no package was found: is the index of"
-                " `pip config list` reachable? Without uv: see 'With pip alone' in docs/quickstart.md"
+                " `pip config list` reachable, and does it take the name and password of its URL? Without uv: see 'With pip alone' in docs/quickstart.md"
             )
 
     def uv(self, *arguments: str | Path, doing: str = "downloading and installing", hint: str = "") -> None:
