@@ -78,9 +78,9 @@ def check_plain(data: dict[str, Any], *, use: str) -> None:
 
 
 def empty_section(text: str, config: type[pydantic.BaseModel]) -> Path | None:
-    """Give the path of the first section of a document that is named and has nothing in it, such as `planner:` alone.
+    """Return the path of the first section that a document names and leaves empty, such as `planner:` alone.
 
-    An optional section would take that for "leave it out", which a reader of the file does not. `null` says so.
+    YAML reads such a section as null, which means left out; who wrote its name expects it to be there. An explicit `null` is fine.
 
     Args:
         text: a document that `parse_yaml` has read.

@@ -126,7 +126,7 @@ class Deployment:
             )
 
     def count_too_long(self, sessions: Iterable[Session]) -> int:
-        """Count the prompts that no worker takes, as they leave no token of the context for an answer."""
+        """Count the prompts that no worker takes because they leave no token of the context for an answer."""
         prompts = (turn.input_tokens for session in sessions for turn in session.turns)
         return sum(tokens >= self.shape.context_length for tokens in prompts)
 

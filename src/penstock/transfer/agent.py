@@ -55,10 +55,10 @@ class TransferAgent:
         *,
         transports: Iterable[Transport | Storage] | None = None,
     ) -> None:
-        """Do nothing yet.
+        """Take the settings; the context manager opens the transports.
 
         Args:
-            name: its name at peers; unique among agents that connect to each other.
+            name: the agent's name at peers; unique among agents that connect to each other.
             config: bounds and times.
             transports: transports and storage to use; None for all that are built in.
         """

@@ -79,13 +79,13 @@ class Frontend:
     repeat: WorkerLoad | None = None
 
     def push_error(self, request_id: RequestId, error: PenstockError) -> None:
-        """Tell it that a request has ended with an error."""
+        """Tell the frontend that a request has ended with an error."""
         self.sink.push(
             (Delta(request_id=request_id, finish_reason=FinishReason.ERROR, error=error.to_info()),)
         )
 
     def push_cancelled(self, request_id: RequestId) -> None:
-        """Tell it that a background request has ended, since another came or was there."""
+        """Tell the frontend that a background request was cancelled for another request."""
         self.sink.push((Delta(request_id=request_id, finish_reason=FinishReason.CANCELLED),))
 
 

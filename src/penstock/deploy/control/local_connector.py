@@ -110,7 +110,11 @@ class LocalConnector:
         await self._ask(Flip(name=name, role=role, by=by, revision=revision), answer_s=_FLIP_S)
 
     async def kill(self, name: str) -> None:
-        """Kill a worker's process, which is started again; raises RequestError where this is no demonstration, or as `scale`."""
+        """Kill a worker's process, which the supervisor starts again.
+
+        Raises:
+            RequestError: the deployment is no demonstration. The others are those of `scale`.
+        """
         await self._ask(Kill(name=name))
 
     async def close(self) -> None:

@@ -37,9 +37,9 @@ class ProcessView(Wire, frozen=True):
     Attributes:
         pid: None while none runs.
         phase: what it does while it does not serve.
-        age_s: seconds since it began to start or, once it is ready, since then.
-        template: the same of workers that were started with the same settings and model.
-        region: where a link leads to; empty of others.
+        age_s: seconds since the process became ready; before that, since its start began.
+        template: digest of settings and model; workers that were started with the same ones have the same.
+        region: the region that a link leads to; empty where the process is no link.
     """
 
     name: str

@@ -237,9 +237,10 @@ class Scheduler:
         return self._make_step(self._end_rows(plan, dict.fromkeys(range(len(plan.slots)), error)))
 
     def take_step(self) -> Step | None:
-        """Return what occurred without a step: KV events, as of imported blocks and evictions for them, and sessions that ended.
+        """Return what happened outside of steps: KV events, such as those of imported blocks, and sessions that ended.
 
-        None if there is nothing.
+        Returns:
+            None if nothing happened.
         """
         has_unreported, self.sessions.has_unreported = self.sessions.has_unreported, False
         step = self._make_step([])

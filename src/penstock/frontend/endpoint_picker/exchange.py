@@ -60,11 +60,11 @@ class Exchange:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def answers(self, requests: AsyncIterator[Any], received: Received) -> AsyncIterator[Any]:
-        """Answer Envoy's messages until it ends the stream; what they tell of the request is the router's feedback.
+        """Answer Envoy's messages until Envoy ends the stream, and tell the router how the request went.
 
         Args:
             requests: what Envoy says.
-            received: counts the body in the receive budget.
+            received: counts the body's bytes in the receive budget.
         """
         self._received = received
         try:

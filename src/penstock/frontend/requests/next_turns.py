@@ -120,12 +120,15 @@ class NextTurns:
     def follow(
         self, body: Sequence[bytes] | ChatRequest, prepared: PreparedRequest, size_bytes: int
     ) -> OnAnswer | None:
-        """Give what to call with the answer of a request; None if nothing is to be computed after it.
+        """Return what to call with the request's answer to compute the next turn's prefix ahead.
 
         Args:
-            body: a chat's, as it came or decoded, with its messages.
+            body: the chat's body with its messages, as it came or decoded.
             prepared: the request.
-            size_bytes: of the body.
+            size_bytes: size of the body.
+
+        Returns:
+            None if the request asks for no such work, or there is no room for its body.
         """
         request = prepared.requests[0]
         control = request.session_control

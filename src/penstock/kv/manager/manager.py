@@ -184,7 +184,7 @@ class KvManager:
                 self._cleared.append(tier.shared.kind)
 
     def check(self) -> None:
-        """Raise AssertionError if it holds blocks although nothing is under way."""
+        """Raise AssertionError if a block is held a negative number of times."""
         held = self.holders()
         assert all(number > 0 for number in held.values()), f"blocks held a negative number of times: {held}"
 

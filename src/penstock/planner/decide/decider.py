@@ -207,7 +207,7 @@ def _total(terms: Iterable[RoleTerm], sizes: Mapping[Role, float]) -> float:
 
 
 def _cut(terms: list[RoleTerm], sizes: Mapping[Role, float], limit: float, why: str) -> list[RoleTerm]:
-    """Divide what there is among the roles as they need it, at least one replica each."""
+    """Reduce the roles' replicas in proportion until their sizes fit `limit`; each role keeps one replica."""
     ones = sum(sizes[term.role] for term in terms)
     share = max(0.0, limit - ones) / (_total(terms, sizes) - ones)
     ideal = {term.role: 1 + share * (term.choice - 1) for term in terms}

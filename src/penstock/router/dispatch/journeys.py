@@ -17,7 +17,7 @@ _LEGS_MAX = 16
 
 
 class Part(StrEnum):
-    """What a worker does of a request."""
+    """Which phases of a request a worker serves."""
 
     WHOLE = "whole"
     PREFILL = "prefill"

@@ -1,4 +1,4 @@
-"""What one process registers in a registry of another maker, and what of it the registry does not have yet."""
+"""What one process registers in etcd, NATS or Kubernetes, and which of its registrations are not there yet."""
 
 import asyncio
 from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ class _Frontend:
     peers: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def begin(self, counts: Mapping[str, TenantCount], now_s: float) -> None:
-        """Take what the frontend has in flight; of tenants that are not named it has nothing."""
+        """Take the frontend's requests in flight by tenant; a tenant that `counts` does not name has none."""
         self.counted_s = now_s
         self.inflight = {name: count.inflight for name, count in counts.items()}
         active_s = dict.fromkeys(counts, now_s)
@@ -38,7 +38,7 @@ class _Frontend:
         self.active_s = active_s
 
     def add(self, name: str, count: TenantCount) -> None:
-        """Keep what another frontend has used; of more tenants than one message has, nothing."""
+        """Add what another frontend has used, for `TENANTS_MAX` tenants at most: as many as one message has."""
         requests, tokens = self.peers.get(name, (0, 0))
         if len(self.peers) < TENANTS_MAX or name in self.peers:
             self.peers[name] = requests + count.requests, tokens + count.tokens
