@@ -282,7 +282,9 @@ def _message(message: Message, template: ChatTemplate, model: ServedModel) -> di
         content = without_noise(content)
     fields: dict[str, Any] = {"role": message.role, "content": _content(content, template, model)}
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
-        fields["reasoning_content"] = reasoning
+        fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if not content:  # gpt-oss refuses one of the two
+            fields["thinking"] = reasoning
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_call_id is not None:

@@ -16,6 +16,8 @@ Message = dict[str, Any]
 Conversation = Sequence[Message]
 Content = str | list[dict[str, str]]
 _SYSTEM = ("system", "developer")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What templates call the reasoning of a message."""
 _JOINT = "\n\n"
 _BLANK = " "
 """Content of a message that only keeps the turns: some templates refuse an empty one."""
@@ -36,7 +38,7 @@ class TemplateRules:
         several_systems: more than one at the start; otherwise they are joined.
         late_systems: system messages after the start; otherwise they are the user's.
         users: two messages of the user in a row; otherwise they are joined.
-        assistants: two of the assistant in a row; otherwise they are joined.
+        assistants: two of the assistant in a row; otherwise they are joined, or a blank one of the user goes between text and calls.
         assistant_first: the assistant's message at the start; otherwise a blank one of the user goes before it.
         user_after_tool: the user's message after a tool's; otherwise a blank one of the assistant goes between them.
         tools: a tool's messages; otherwise the template refuses or leaves them out.
@@ -249,7 +251,10 @@ def _add(message: Message, made: list[Message], rules: TemplateRules) -> None:
     if joins:
         made[-1] = _joined(last, message)
         return
-    if role == "assistant" and before in {"", *_SYSTEM} and not rules.assistant_first:
+    if role == "assistant" and (
+        (before in {"", *_SYSTEM} and not rules.assistant_first)
+        or (before == "assistant" and not rules.assistants and not last.get("tool_calls"))
+    ):
         made.append({"role": "user", "content": _BLANK})
     elif role == "user" and before == "tool" and not rules.user_after_tool:
         made.append({"role": "assistant", "content": _BLANK})
@@ -258,8 +263,9 @@ def _add(message: Message, made: list[Message], rules: TemplateRules) -> None:
 
 def _joined(first: Message, second: Message) -> Message:
     joined = {**first, "content": _joined_content(first["content"], second["content"])}
-    if reasoning := [each["reasoning_content"] for each in (first, second) if each.get("reasoning_content")]:
-        joined["reasoning_content"] = _JOINT.join(reasoning)
+    for name in REASONING:
+        if said := [each[name] for each in (first, second) if each.get(name)]:
+            joined[name] = _JOINT.join(said)
     if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
         joined["tool_calls"] = calls
     return joined

@@ -17,13 +17,19 @@ import msgspec
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.cards import ADDITIONAL_TEMPLATES, TEXT_FILES
-from penstock.frontend.text.conversation import Conversation, TemplateRules, adapted, marked, probed, unseen
+from penstock.frontend.text.conversation import (
+    REASONING,
+    Conversation,
+    TemplateRules,
+    adapted,
+    marked,
+    probed,
+    unseen,
+)
 
 _Kind = TypeVar("_Kind")
 _TOKENIZER_CONFIG, _JINJA, _PROCESSOR = TEXT_FILES[1:]
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""What templates call the reasoning of a message."""
 _PROBE = "shown as text"
 _PROBE_TOOL = {
     "type": "function",
@@ -182,7 +188,7 @@ class ChatTemplate:
         """
         said: list[Any] = [{"role": role, "content": _PROBE} for role in ("user", "assistant", "user")]
         called = {"type": "function", "id": "probe0123", "function": {"name": "probe", "arguments": {}}}
-        whole = said[1] | dict.fromkeys(_REASONING, _PROBE) | {"tool_calls": [called]}
+        whole = said[1] | dict.fromkeys(REASONING, _PROBE) | {"tool_calls": [called]}
         texts = [
             self._probed(each, add_generation_prompt=False) for each in (said[:2], said, [said[0], whole])
         ]

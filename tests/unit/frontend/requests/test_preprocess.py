@@ -247,14 +247,16 @@ def test_arguments_in_the_history_are_always_an_object(arguments: Any, shown: st
     assert text == f"[assistant]f{shown};"
 
 
-def test_history_reaches_the_template_as_it_was() -> None:
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_history_reaches_the_template_as_it_was(name: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
     said = [
         Message(role="assistant", content=None, tool_calls=[call], reasoning_content="so"),
         Message(role="assistant", content=[ContentPart(type="refusal", refusal="no")]),
         Message(role="assistant", refusal="never"),
     ]
-    text = text_of(chat(templated(), messages=said, add_generation_prompt=False))
+    served = templated(TEMPLATE.replace("reasoning_content", name))
+    text = text_of(chat(served, messages=said, add_generation_prompt=False))
     assert text == "[assistant](so)f{};[assistant]no;[assistant]never;"
 
 

@@ -59,8 +59,8 @@ SHORT, OTHER_SHORT = short_call_id(ID), short_call_id(OTHER_ID)
         (TURNS, [S, A, S2], "[u|S][a|A][u|S2]"),
         (TURNS, [A, U], "[u| ][a|A][u|U]"),
         (TURNS, [S], "[u|S]"),
-        (TURNS, [U, {**CALLS, "content": ""}, OTHER_RESULT, RESULT, U2],
-         f'[u|U]({SHORT} {{"x": 1}})[t|R]({OTHER_SHORT} {{}})[t|R2][a| ][u|U2]'),
+        (TURNS, [U, CALLS, OTHER_RESULT, RESULT, U2],
+         f'[u|U][a|look][u| ]({SHORT} {{"x": 1}})[t|R]({OTHER_SHORT} {{}})[t|R2][a| ][u|U2]'),
     ],
 )  # fmt: skip
 def test_a_message_that_the_api_allows_reaches_the_model(
