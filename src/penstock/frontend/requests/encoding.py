@@ -16,6 +16,7 @@ from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.openai.agents import FORMATTED_PROMPT, annotations_of
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
 from penstock.frontend.openai.dialect import ParsedBody
+from penstock.frontend.openai.lenient import name_once
 from penstock.frontend.openai.media import PART_TYPES, ContentPart, MediaPart, media_part, placeholders
 from penstock.frontend.openai.tools import offered_tools
 from penstock.frontend.requests.prompt_head import SYSTEM, PromptHead, head_of, without_noise
@@ -199,7 +200,21 @@ def template_arguments(request: ChatRequest, model: ServedModel) -> dict[str, An
             arguments.setdefault(switch, effort not in _NO_EFFORT)
     if template is not None:
         _set_thinking(arguments, request, template, model)
+        _name_unread(request, template)
     return arguments
+
+
+def _name_unread(request: ChatRequest, template: ChatTemplate) -> None:
+    """Log once what a chat says for its template and the template does not read."""
+    reads = template.variables | (
+        THINKING_SWITCHES if THINKING_SWITCHES & template.variables else frozenset()
+    )
+    for name in (request.chat_template_kwargs or {}).keys() - reads:
+        name_once(f"chat_template_kwargs.{name}")
+    if request.documents is not None and "documents" not in reads:
+        name_once("documents")
+    if request.reasoning_effort is not None and not reads & {"reasoning_effort", *THINKING_SWITCHES}:
+        name_once("reasoning_effort")
 
 
 def _set_thinking(

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
@@ -265,6 +266,21 @@ def test_history_reaches_the_template_as_it_was(name: str) -> None:
 )
 def test_the_effort_of_reasoning_is_the_templates(effort: str, shown: str) -> None:
     assert text_of(chat(templated(), reasoning_effort=effort)).endswith(f"[assistant]{shown}")
+
+
+def test_what_the_template_does_not_read_is_named() -> None:
+    fields = {
+        "chat_template_kwargs": {"unread": 1, "enable_thinking": True, "thinking": True},
+        "documents": [],
+    }
+    with capture_logs() as logs:
+        chat(templated(), **fields)
+        chat(templated(CHAT_TEMPLATE), reasoning_effort="low")
+    assert [each["field"] for each in logs] == [
+        "chat_template_kwargs.unread",
+        "documents",
+        "reasoning_effort",
+    ]
 
 
 BUDGET = TEMPLATE.replace("enable_thinking", "thinking_budget")
