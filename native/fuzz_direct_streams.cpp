@@ -104,13 +104,19 @@ void compare_text(std::string_view bytes, std::mt19937_64& random) {
                                                     {'f', '\f'}, {'n', '\n'},  {'r', '\r'}, {'t', '\t'}};
         const char kind = json[++at];
         if (kind == 'u') {
-            back.push_back(static_cast<char>(std::stoi(json.substr(at + 1, 4), nullptr, 16)));
+            static const std::map<int, std::string> kLineEnds = {
+                {0x85, "\xC2\x85"}, {0x2028, "\xE2\x80\xA8"}, {0x2029, "\xE2\x80\xA9"}};
+            const int code = std::stoi(json.substr(at + 1, 4), nullptr, 16);
+            back += code < 0x80 ? std::string(1, static_cast<char>(code)) : kLineEnds.at(code);
             at += 4;
         } else {
             back.push_back(kShort.at(kind));
         }
     }
     expect(back == whole, "JSON");
+    for (const char* const end : {"\xC2\x85", "\xE2\x80\xA8", "\xE2\x80\xA9"}) {
+        expect(json.find(end) == std::string::npos, "a line end as it is");
+    }
     expect(penstock::is_plain_json(bytes) == (json == bytes && bytes == whole &&
                                               std::ranges::all_of(bytes, [](char c) { return c >= 0; })),
            "plainness");

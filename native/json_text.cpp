@@ -1,6 +1,7 @@
 #include "json_text.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 
 namespace penstock {
@@ -56,6 +57,24 @@ bool is_plain(char character) {
     return byte >= 0x20 && byte < 0x80 && character != '"' && character != '\\';
 }
 
+struct LineEnd {
+    std::string_view bytes;
+    std::string_view escape;
+};
+
+constexpr std::array<LineEnd, 3> kLineEnds{
+    {{"\xC2\x85", "\\u0085"}, {"\xE2\x80\xA8", "\\u2028"}, {"\xE2\x80\xA9", "\\u2029"}}};
+
+// A line end beyond ASCII with which text begins; null if there is none.
+const LineEnd* line_end_at(std::string_view text) {
+    if (text.front() != '\xC2' && text.front() != '\xE2') {
+        return nullptr;
+    }
+    const auto* const found =
+        std::ranges::find_if(kLineEnds, [&](const LineEnd& each) { return text.starts_with(each.bytes); });
+    return found == kLineEnds.end() ? nullptr : found;
+}
+
 }  // namespace
 
 std::size_t append_utf8(std::string_view content, bool is_final, std::string& text) {
@@ -76,7 +95,13 @@ std::size_t append_utf8(std::string_view content, bool is_final, std::string& te
 }
 
 void append_json(std::string_view text, std::string& json) {
-    for (const char character : text) {
+    for (std::size_t at = 0; at < text.size(); ++at) {
+        const char character = text[at];
+        if (const LineEnd* const end = line_end_at(text.substr(at)); end != nullptr) {
+            json += end->escape;
+            at += end->bytes.size() - 1;
+            continue;
+        }
         if (is_plain(character) || static_cast<std::uint8_t>(character) >= 0x80) {
             json.push_back(character);
             continue;

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.core.errors import EngineError
+from penstock.core.json_text import encode_json
 from penstock.core.native import native
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, TokenLogprob
@@ -57,13 +58,14 @@ def test_a_decoder_gives_pythons_text(vocabulary, feeds) -> None:
     assert decoder.finish() == ""
 
 
-def test_every_character_stands_in_json_as_msgspec_writes_it() -> None:
+def test_every_character_stands_in_json_without_line_ends() -> None:
     characters = [chr(code) for code in (*range(0xD800), *range(0xE000, 0x11000))]
     table = native.TokenTable(lambda token_id: characters[token_id].encode())
     stream = native.DirectStream(native.ByteDecoder(table), b"<", b">", is_chunked=False)
     for number, character in enumerate(characters):
         chunk, _ = stream.chunk(pack_tokens([number]), 0.0)
-        assert chunk == b"<" + msgspec.json.encode(character) + b">"
+        assert chunk == b"<" + encode_json(character) + b">"
+        assert (len(chunk.decode().splitlines()), msgspec.json.decode(chunk[1:-1])) == (1, character)
 
 
 def test_ids_beyond_the_table_are_looked_up_each_time() -> None:

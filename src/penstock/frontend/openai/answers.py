@@ -4,6 +4,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from penstock.core.json_text import encode_json
 from penstock.frontend.openai.explaining import Explanation
 
 Choice = TypeVar("Choice")
@@ -155,4 +156,4 @@ class ModelList(msgspec.Struct, kw_only=True):
     last_id: str | None
 
 
-encode = msgspec.json.Encoder().encode
+encode = encode_json

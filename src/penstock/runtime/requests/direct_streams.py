@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from penstock.core.ids import RequestId
+from penstock.core.json_text import encode_json
 from penstock.core.native import native
 from penstock.core.types.requests import Delta
 from penstock.core.wire import PackedTokens, Wire, token_list
 from penstock.seams import DirectClient
-
-_json = msgspec.json.Encoder()
 
 
 class _Decoder(Protocol):
@@ -62,7 +61,7 @@ class DirectStreamPython:
         if not text:
             return b"", gap_s / count
         self.sent_s = now_s
-        body = self._before + _json.encode(text) + self._after
+        body = self._before + encode_json(text) + self._after
         return (b"%x\r\n%b\r\n" % (len(body), body) if self._is_chunked else body), gap_s / count
 
 
