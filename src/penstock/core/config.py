@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from itertools import pairwise, takewhile
 from types import NoneType
-from typing import Any, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 import pydantic
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -17,6 +17,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from penstock.core.errors import ConfigError
 
 Path = tuple[int | str, ...]
+ListenHost = Annotated[str, pydantic.AfterValidator(lambda host: re.sub(r"^\[(.*)\]$", r"\1", host))]
+"""An address to listen on; an IPv6 one may stand in brackets, as in URLs."""
 
 
 class Config(pydantic.BaseModel):

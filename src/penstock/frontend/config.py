@@ -5,7 +5,7 @@ from typing import Self
 import pydantic
 from yarl import URL
 
-from penstock.core.config import Config, wrong
+from penstock.core.config import Config, ListenHost, wrong
 
 
 class ReceiveConfig(Config):
@@ -135,7 +135,7 @@ class BatchesConfig(Config):
 
 
 class FrontendConfig(Config):
-    host: str = "127.0.0.1"
+    host: ListenHost = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
     port: int = pydantic.Field(default=8000, ge=0, le=65535)
     """TCP port; 0 lets the system choose."""

@@ -181,10 +181,10 @@ def test_a_slip_in_a_region_of_the_topology_is_refused(tmp_path: Path) -> None:
 
 def test_set_overrides_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "model: demo\nroles:\n  aggregated: {replicas: 2}\n")
-    graph = load(path, Overrides(["roles.aggregated.replicas=4", "slo.ttft_s=0.5", "frontend.host=0.0.0.0"]))
+    graph = load(path, Overrides(["roles.aggregated.replicas=4", "slo.ttft_s=0.5", 'frontend.host="[::]"']))
     assert graph.roles == Roles(aggregated=RoleSpec(replicas=4))
     assert graph.slo is not None
-    assert (graph.slo.ttft_s, graph.frontend.host) == (0.5, "0.0.0.0")
+    assert (graph.slo.ttft_s, graph.frontend.host) == (0.5, "::")
 
 
 def test_set_reaches_into_lists(tmp_path: Path) -> None:

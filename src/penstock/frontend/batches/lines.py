@@ -1,5 +1,6 @@
 """The lines of a batch's input: checked before the batch runs, then read in order. These functions block."""
 
+import codecs
 import hashlib
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -76,13 +77,15 @@ def digest(custom_id: str) -> bytes:
 
 
 def _numbered(file: object, line_bytes_max: int) -> Iterator[tuple[int, bytes]]:
-    """Give the lines with their numbers, empty ones left out, each cut after `line_bytes_max` + 1 bytes."""
+    """Give the lines with their numbers, empty ones and a byte order mark left out, each cut after `line_bytes_max` + 1 bytes."""
     number, is_rest = 0, False
     while line := file.readline(line_bytes_max + 2):  # type: ignore[attr-defined]
         continues, is_rest = is_rest, not line.endswith(b"\n")
         if continues:
             continue
         number += 1
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)  # of editors on Windows
         if line.strip():
             yield number, line.rstrip(b"\r\n")
 

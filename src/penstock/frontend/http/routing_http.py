@@ -10,7 +10,7 @@ import pydantic
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from penstock.core.config import Config
+from penstock.core.config import Config, ListenHost
 from penstock.core.errors import ConfigError, PenstockError, RequestError
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
@@ -53,7 +53,7 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 class RoutingHttpConfig(Config):
     """Settings of the standalone router."""
 
-    host: str = "127.0.0.1"
+    host: ListenHost = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
     api_key_file: str | None = None
     """YAML file of tenants with hashes of their API keys (docs/tenants.md), read again when it changes; their limits have no effect here. With it, or with PENSTOCK_API_KEY set, every request but `/health` and `/metrics` needs a key."""

@@ -6,12 +6,17 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.frontend.openai.bodies import ChatRequest, GenerationRequest
-from penstock.frontend.openai.tools import required_calls
+from penstock.frontend.openai.lenient import name_once
+from penstock.frontend.openai.tools import DATA_KEYS, NAMING_KEYS, required_calls
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _GUIDED = ("json", "regex", "choice", "grammar")
 STRUCTURED_BYTES_MAX = 1 << 20
-_FORMATS = ("text", "json_object", "json_schema")
+_TYPES = ("text", "json_object", "json_schema")
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
+)
+"""Values of a string's `format` that engines' grammars keep to; any other is an annotation, as JSON Schema has it."""
 
 
 def structured_of(request: GenerationRequest) -> bytes | None:
@@ -21,7 +26,10 @@ def structured_of(request: GenerationRequest) -> bytes | None:
         RequestError: a field is malformed or too large, or two contradict each other.
     """
     try:
-        structured = _structured_of(request)
+        constraint = _constraint_of(request)
+        if constraint is not None and (schema := _decoded(constraint.get("json"))) is not None:
+            constraint = constraint | {"json": _without_annotations(schema)}
+        structured = None if constraint is None else msgspec.json.encode(constraint)
     except RecursionError as error:
         raise RequestError(
             "response_format: the schema is nested too deeply; make it flatter", param="response_format"
@@ -34,7 +42,7 @@ def structured_of(request: GenerationRequest) -> bytes | None:
     return structured
 
 
-def _structured_of(request: GenerationRequest) -> bytes | None:
+def _constraint_of(request: GenerationRequest) -> dict[str, Any] | None:
     by_format = _of_response_format(request.response_format)
     outputs = _outputs_of(request)
     calls = required_calls(request) if isinstance(request, ChatRequest) else None
@@ -51,19 +59,32 @@ def _structured_of(request: GenerationRequest) -> bytes | None:
         raise RequestError(
             "structured_outputs: contradicts response_format; send one of them", param="structured_outputs"
         )
-    given = [kind for kind in _KINDS if outputs.get(kind) is not None] if isinstance(outputs, dict) else []
+    given = [kind for kind in _KINDS if outputs.get(kind) is not None]
     if len(given) != 1:
         raise RequestError(
             f"structured_outputs: must be an object with exactly one of {', '.join(_KINDS)}, got"
             f" {', '.join(given) or 'none of them'}",
             param="structured_outputs",
         )
-    return msgspec.json.encode(outputs)
+    return outputs
 
 
-def _outputs_of(request: GenerationRequest) -> Any:
-    """Give `structured_outputs`, or the same made of the `guided_*` field that is there."""
-    outputs = request.structured_outputs
+def _outputs_of(request: GenerationRequest) -> dict[str, Any] | None:
+    """Give `structured_outputs`, or the same made of the `guided_*` field that is there; `json_object: false` asks for nothing."""
+    outputs: dict[str, Any] | None = request.structured_outputs
+    if outputs is not None and not isinstance(outputs, dict):
+        raise RequestError(
+            f"structured_outputs: must be an object, got {str(outputs)[:40]!r}", param="structured_outputs"
+        )
+    if outputs is not None and "json_object" in outputs:
+        wanted = outputs["json_object"]
+        if wanted is not None and not isinstance(wanted, bool):
+            raise RequestError(
+                f"structured_outputs.json_object: must be true or false, got {str(wanted)[:40]!r}",
+                param="structured_outputs",
+            )
+        if not wanted:
+            outputs = {key: value for key, value in outputs.items() if key != "json_object"} or None
     for kind in _GUIDED:
         value = getattr(request, f"guided_{kind}")
         if value is None:
@@ -77,24 +98,53 @@ def _outputs_of(request: GenerationRequest) -> Any:
     return outputs
 
 
-def _of_response_format(response_format: Any) -> bytes | None:
+def _of_response_format(response_format: Any) -> dict[str, Any] | None:
     if response_format is None:
         return None
     kind = response_format.get("type") if isinstance(response_format, dict) else None
-    if kind not in _FORMATS:
+    if kind not in _TYPES:
         raise RequestError(
-            f"response_format.type: must be one of {', '.join(_FORMATS)}, got {kind!r}",
+            f"response_format.type: must be one of {', '.join(_TYPES)}, got {kind!r}",
             param="response_format",
         )
     if kind == "text":
         return None
-    if kind == "json_object":
-        return msgspec.json.encode({"json_object": True})
-    named = response_format.get("json_schema")
+    if kind == "json_object" and response_format.get("schema") is None:
+        return {"json_object": True}
+    named, place = response_format, "schema"
+    if kind == "json_schema":
+        named, place = response_format.get("json_schema"), "json_schema.schema"
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
         raise RequestError(
-            "response_format.json_schema.schema: must be an object, the JSON schema of the answer",
+            f"response_format.{place}: must be an object, the JSON schema of the answer",
             param="response_format",
         )
-    return msgspec.json.encode({"json": schema})
+    return {"json": schema}
+
+
+def _decoded(schema: Any) -> dict[str, Any] | None:
+    """Give a schema that is an object, or the JSON text of one with a `format`; None for any other."""
+    if isinstance(schema, str) and '"format"' in schema:
+        try:
+            schema = msgspec.json.decode(schema)
+        except ValueError:  # the engine refuses it
+            return None
+    return schema if isinstance(schema, dict) else None
+
+
+def _without_annotations(schema: Any) -> Any:
+    """Copy a schema without each `format` that only annotates."""
+    if isinstance(schema, list):
+        return [_without_annotations(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "format" and isinstance(value, str) and value not in _FORMATS:
+            name_once(f"format: {value}")
+        elif key in NAMING_KEYS and isinstance(value, dict):
+            kept[key] = {name: _without_annotations(each) for name, each in value.items()}
+        else:
+            kept[key] = value if key in DATA_KEYS else _without_annotations(value)
+    return kept

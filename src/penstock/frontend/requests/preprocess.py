@@ -33,7 +33,7 @@ from penstock.frontend.openai.bodies import (
     GenerationRequest,
 )
 from penstock.frontend.openai.structured import structured_of
-from penstock.frontend.openai.tools import named_tool, required_calls, tool_schemas
+from penstock.frontend.openai.tools import demands_calls, named_tool, required_calls, tool_schemas
 from penstock.frontend.openai.validation import stop_strings
 from penstock.frontend.parsing.parser import ParserPlan
 from penstock.frontend.requests.encoding import Encoding, Prompt, encode_prompts
@@ -50,6 +50,8 @@ _ECHOED_BYTES_MAX = 16 << 20
 """Text of echoed prompts in one answer, of all choices, as JSON."""
 _STREAMED_ECHOED_BYTES_MAX = 4 << 20
 """In a stream, where it is encoded between other requests' tokens: about 12 ms."""
+_TOP_P_MIN = 1e-6
+"""For 0, which engines refuse: below the probability of the likeliest of a million tokens, so that it alone is kept."""
 THREAD_BYTES = 20_000
 """Larger bodies are encoded in a thread: this many take about 5 ms (2 cores of an AMD EPYC)."""
 
@@ -248,7 +250,7 @@ def _parser(
     plan = ParserPlan(
         format=model.format,
         tools=tools,
-        required=tools is not None and request.tool_choice == "required",
+        required=tools is not None and demands_calls(request),
         named=None if tools is None else named_tool(request),
         in_reasoning=prompt.in_reasoning,
         shows_reasoning=request.include_reasoning is not False,
@@ -418,7 +420,7 @@ def _sampling(
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=value("temperature", 1.0),
-        top_p=value("top_p", 1.0),
+        top_p=value("top_p", 1.0) or _TOP_P_MIN,
         top_k=top_k if top_k > 0 else None,
         min_p=value("min_p", 0.0),
         presence_penalty=value("presence_penalty", 0.0),

@@ -46,8 +46,8 @@ class TraceRow:
 
 class _MooncakeRow(msgspec.Struct):
     timestamp: float  # milliseconds
-    input_length: int
-    output_length: int
+    input_length: float
+    output_length: float
     hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
 
 
@@ -178,7 +178,12 @@ def _parse_mooncake(line: str) -> TraceRow:
         ) from error
     if max(row.hash_ids, default=0) >= 1 << 64:
         raise ValueError(f"hash_ids: expected numbers from 0 to 2^64-1, got {_short(max(row.hash_ids))}")
-    return TraceRow(row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids)
+    return TraceRow(
+        row.timestamp / 1000,
+        _count("input_length", row.input_length),
+        _count("output_length", row.output_length),
+        row.hash_ids,
+    )
 
 
 def _azure_parser(header: str) -> _Parse:
@@ -214,11 +219,15 @@ def _timestamp_s(value: str) -> float:
         ) from error
 
 
-def _count(name: str, value: str) -> int:
+def _count(name: str, value: str | float) -> int:
+    """Read a number of tokens; tables with empty cells have 100.0 for 100."""
     try:
-        return int(value)
-    except ValueError as error:
+        number = float(value)
+        if number.is_integer():
+            return int(number)
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{name}: expected a whole number, got {_short(value)}") from error
+    raise ValueError(f"{name}: expected a whole number, got {_short(value)}")
 
 
 def _short(value: object) -> str:

@@ -1,6 +1,7 @@
 """Files and batches through the openai client: what becomes of every line, cancelling, expiry, other tenants, and a killed server."""
 
 import asyncio
+import codecs
 import contextlib
 import errno
 import json
@@ -50,9 +51,13 @@ async def batching(
 
 
 async def start(
-    client: openai.AsyncOpenAI, lines: Iterable[object], endpoint: str = CHAT, window: str = "24h"
+    client: openai.AsyncOpenAI,
+    lines: Iterable[object],
+    endpoint: str = CHAT,
+    window: str = "24h",
+    mark: bytes = b"",
 ):
-    stored = await client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
+    stored = await client.files.create(file=("in.jsonl", mark + jsonl(lines)), purpose="batch")
     return await client.batches.create(
         input_file_id=stored.id, endpoint=endpoint, completion_window=window, metadata={"of": "test"}
     )
@@ -85,7 +90,7 @@ async def test_each_line_is_answered_or_says_why_not(tmp_path: Path) -> None:
         lines = [line(f"r{index}") for index in range(12)]
         lines += [line("hot", temperature=9), line("none", model="none"), line("streamed", stream=True)]
         lines.append(line("large", messages=[{"role": "user", "content": "hello " * 20_000}]))
-        batch = await start(client, lines)
+        batch = await start(client, lines, mark=codecs.BOM_UTF8)
         assert (batch.object, batch.status, batch.metadata) == ("batch", "validating", {"of": "test"})
         batch = await ended(client, batch.id)
         assert batch.status == "completed"

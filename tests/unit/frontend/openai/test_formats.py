@@ -108,6 +108,7 @@ def test_formats_become_constraints() -> None:
     assert structured() is None
     assert structured(response_format={"type": "text"}) is None
     assert structured(response_format={"type": "json_object"}) == {"json_object": True}
+    assert structured(response_format={"type": "json_object", "schema": SCHEMA}) == {"json": SCHEMA}
     named = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
     assert structured(response_format=named) == {"json": SCHEMA}
 
@@ -116,6 +117,26 @@ def test_vllms_own_field_is_passed_on() -> None:
     outputs = {"regex": "[a-z]+", "disable_any_whitespace": True}
     assert structured(structured_outputs=outputs) == outputs
     assert structured(structured_outputs=outputs, response_format={"type": "text"}) == outputs
+    assert structured(structured_outputs=outputs | {"json_object": False}) == outputs
+    assert structured(structured_outputs={"json_object": False}) is None
+
+
+@pytest.mark.parametrize("kind", ["path", "password", "binary", "int32", "x-ours"])
+def test_a_format_that_no_grammar_knows_annotates(kind: str) -> None:
+    told = {"type": "string", "format": "date"}
+    schema = {
+        "properties": {"format": {"format": kind}, "a": told, "b": {"anyOf": [{"items": {"format": kind}}]}},
+        "default": {"format": kind},
+    }
+    kept = {
+        "properties": {"format": {}, "a": told, "b": {"anyOf": [{"items": {}}]}},
+        "default": {"format": kind},
+    }
+    assert structured(response_format={"type": "json_object", "schema": schema}) == {"json": kept}
+    assert structured(structured_outputs={"json": json.dumps(schema)}) == {"json": kept}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    named = {"type": "function", "function": {"name": "f"}}
+    assert structured(tools=[tool], tool_choice=named) == {"json": kept}
 
 
 @pytest.mark.parametrize(

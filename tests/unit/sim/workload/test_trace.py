@@ -18,6 +18,18 @@ def test_an_azure_trace_gives_lengths_and_times_from_its_first_row():
     assert (rows[1].input_tokens, rows[1].output_tokens) == (396, 109)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"{HEAD}2023-11-16 18:15:46.68,100.0,5.0\n",
+        '{"timestamp": 1.5, "input_length": 100.0, "output_length": 5.0}',
+    ],
+)
+def test_whole_numbers_may_have_a_point(content, tmp_path):
+    (tmp_path / "trace").write_text(content)
+    assert read_trace(tmp_path / "trace") == [TraceRow(0.0, 100, 5)]
+
+
 def test_a_mooncake_trace_gives_prefixes_too():
     rows = read_trace(DATA / "mooncake_trace.jsonl")
     assert len(rows) == 6
@@ -36,6 +48,10 @@ def test_a_mooncake_trace_gives_prefixes_too():
             "line 3: ContextTokens: expected a whole number, got 'many'",
         ),
         (f"{HEAD}2023-11-16 18:15:46.68,1\n", "line 2: expected 3 columns, got 2"),
+        (
+            f"{HEAD}2023-11-16 18:15:46.68,1.5,2\n",
+            "line 2: ContextTokens: expected a whole number, got '1.5'",
+        ),
         (
             f"{HEAD}2023-11-16 18:15:46.68,1,-2\n",
             "line 2: token counts must be from 0 to 10,000,000, got 1 and",

@@ -17,10 +17,18 @@ _GENERATION = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _WEIGHTS = "*.safetensors"
 _FILES = ["*.json", _WEIGHTS, "*.jinja", "*.model", "tokenizer*"]
+_POINTER, _POINTER_BYTES_MAX = b"version https://git-lfs.github.com/spec/", 1024
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES_MAX = 512
 """Evenly spread samples of a weight file above 32 MiB: reading them takes 0.1 s, reading the whole file a minute."""
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING: dict[str, tuple[float, float]] = {
+    "temperature": (0, 1000),
+    "top_p": (0, 1),
+    "top_k": (-1, (1 << 31) - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.001, 1000),
+}
+"""Sampling settings of generation_config.json, and the values that engines take: any other has each request refused that gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +54,12 @@ class Checkpoint:
             weights: whether to download the weights too.
 
         Raises:
-            ConfigError: there is no such directory or repository, or it has no config.json.
+                ConfigError: there is no such directory or repository, it has no config.json, or a file is a pointer of Git LFS.
         """
         path = Path(model).expanduser()
         if not path.is_dir():
             path = _download(model, weights=weights)
+        _refuse_pointers(path, _patterns(weights=weights))
         config = _read_json(path / "config.json")
         if config is None:
             raise ConfigError(f"{path}: no config.json; expected a directory with a Hugging Face checkpoint")
@@ -147,14 +156,19 @@ class Checkpoint:
         """The model's own sampling settings as (name, value); greedy with `do_sample: false`.
 
         Raises:
-            ConfigError: a value is no finite number.
+            ConfigError: a value is no finite number, or beyond its bounds.
         """
         if self.generation.get("do_sample") is False:
             return (("temperature", 0.0),)
-        said = {key: value for key in _SAMPLING_KEYS if (value := self.generation.get(key)) is not None}
+        said = {key: value for key in _SAMPLING if (value := self.generation.get(key)) is not None}
         for key, value in said.items():
             if type(value) not in {int, float} or not math.isfinite(value):
                 raise ConfigError(f"{self.path / _GENERATION}: {key}: must be a finite number, got {value!r}")
+            low, high = _SAMPLING[key]
+            if not low <= value <= high:
+                raise ConfigError(
+                    f"{self.path / _GENERATION}: {key}: must be >= {low} and <= {high}, got {value!r}; correct it, or leave it out"
+                )
         return tuple((key, float(value)) for key, value in said.items())
 
     def weight_files(self) -> list[Path]:
@@ -215,6 +229,25 @@ def refuse_absent(model: str) -> None:
         )
 
 
+def _patterns(*, weights: bool) -> list[str]:
+    return _FILES if weights else [pattern for pattern in _FILES if pattern != _WEIGHTS]
+
+
+def _refuse_pointers(directory: Path, patterns: list[str]) -> None:
+    """Refuse files that Git LFS left as pointers of some 130 bytes to their content."""
+    files = {file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
+    pointers = sorted(
+        file.name
+        for file in files
+        if file.stat().st_size <= _POINTER_BYTES_MAX and file.read_bytes().startswith(_POINTER)
+    )
+    if pointers:
+        raise ConfigError(
+            f"{directory}: {len(pointers)} of its files are pointers of Git LFS without the content, such as {pointers[0]};"
+            " run git lfs pull there, or download the model again"
+        )
+
+
 def _download(model: str, *, weights: bool) -> Path:
     refuse_absent(model)
     try:
@@ -223,9 +256,8 @@ def _download(model: str, *, weights: bool) -> Path:
         raise ConfigError(
             f"model: {model!r} is no directory, and loading it from the hub needs the extra: pip install 'penstock-llm[engine]'"
         ) from error
-    files = _FILES if weights else [pattern for pattern in _FILES if pattern != _WEIGHTS]
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=files))
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=_patterns(weights=weights)))
     except (OSError, ValueError) as error:
         reason = _reason(error)
         raise ConfigError(

@@ -1,5 +1,6 @@
 """`SamplingParams.structured` as a grammar of llguidance."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -12,6 +13,14 @@ CONSTRAINT_BYTES_MAX = 1 << 20
 GRAMMAR_CHARACTERS_MAX = 1 << 16
 """GBNF is converted in Python, which takes 0.1 s for so much of it."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_ERROR_CHARACTERS_MAX = 300
+_PLAIN = {
+    r"\bNoExtension(Bias)?\b": "no text can match it",
+    r"oneOf constraints are not supported\. Enable '\w+' option to approximate oneOf with anyOf": "two options of oneOf may"
+    " match the same value, which no grammar can exclude; write anyOf, or give each option a constant of its own",
+    r"Unimplemented keys: ": "keys that no grammar can keep to: ",
+}
+"""Patterns in llguidance's errors, and what is said instead."""
 _JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 """A model that has nothing to say must not write white space for ever."""
 
@@ -37,7 +46,7 @@ def llguidance_grammar(structured: bytes) -> str:
     try:
         return _TRANSLATE[kind](value)
     except (ValueError, TypeError, RecursionError, IndexError, KeyError) as error:
-        raise refusal(f"{kind}: {' '.join(str(error).split())[:300]}") from error
+        raise refusal(f"{kind}: {plain(str(error))}") from error
 
 
 def refusal(why: str) -> RequestError:
@@ -46,6 +55,14 @@ def refusal(why: str) -> RequestError:
         f"response_format: {why}; simplify the schema, regex or grammar, or leave it out",
         param="response_format",
     )
+
+
+def plain(error: str) -> str:
+    """Say llguidance's error in one line, without the names of its own options and states."""
+    line = " ".join(error.replace("<non-verbose/>", "").split())
+    for theirs, ours in _PLAIN.items():
+        line = re.sub(theirs, ours, line)
+    return line[:_ERROR_CHARACTERS_MAX]
 
 
 def _json(schema: Any) -> str:

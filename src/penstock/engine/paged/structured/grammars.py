@@ -14,11 +14,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.requests import Request
-from penstock.engine.paged.structured.constraint import llguidance_grammar, refusal
+from penstock.engine.paged.structured.constraint import llguidance_grammar, plain, refusal
 
 _GRAMMARS_MAX = 512
 """Constraints whose grammar, or whose error, is kept; a grammar takes 10 to 500 kB."""
-_ERROR_CHARACTERS_MAX = 300
 
 
 class Grammars:
@@ -102,8 +101,7 @@ class Grammars:
             if len(allowed):
                 trial.consume_token(int(allowed[0]))
         if trial.is_error():
-            why = " ".join(trial.get_error().replace("<non-verbose/>", "").split())
-            raise refusal(f"it cannot be compiled: {why[:_ERROR_CHARACTERS_MAX]}")
+            raise refusal(f"it cannot be compiled: {plain(trial.get_error())}")
         return matcher
 
     def _load_tokenizer(self) -> LLTokenizer:

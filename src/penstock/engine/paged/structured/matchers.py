@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import EngineError, PenstockError
 from penstock.core.types.requests import Request
-from penstock.engine.paged.structured.constraint import refusal
+from penstock.engine.paged.structured.constraint import plain, refusal
 from penstock.engine.paged.structured.grammars import Grammars
 from penstock.engine.scheduling.sequences import SequenceTable
 
@@ -67,7 +67,7 @@ class Matchers:
             bits = np.unpackbits(self._bits.view(np.uint8), count=self._vocab_size, bitorder="little")
             mask = bits.view(np.bool_)
         if matcher.is_error():
-            raise refusal(f"its grammar became too large: {matcher.get_error().splitlines()[0][:200]}")
+            raise refusal(f"its grammar became too large: {plain(matcher.get_error())}")
         if matcher.is_accepting() or matcher.is_stopped():
             mask[self._eos_token_ids] = True
         return mask

@@ -59,6 +59,32 @@ def test_a_model_that_says_greedy_is_greedy_by_default(tmp_path):
     assert checkpoint.default_sampling == (("temperature", 0.0),)
 
 
+@pytest.mark.parametrize(
+    ("said", "is_sound"),
+    [
+        ({"top_p": 0}, True), ({"top_k": 0}, True), ({"top_p": 1.5}, False), ({"temperature": -1}, False),
+        ({"repetition_penalty": 0}, False), ({"min_p": 2}, False),
+    ],
+)  # fmt: skip
+def test_settings_that_no_engine_takes_are_refused_at_the_start(tmp_path, said, is_sound):
+    checkpoint = Checkpoint.open(str(write(tmp_path, generation=said)))
+    ((name, value),) = said.items()
+    if is_sound:
+        assert dict(checkpoint.default_sampling) == {name: value}
+    else:
+        with pytest.raises(ConfigError, match=rf"generation_config.json: {name}: must be >= .* got {value}"):
+            _ = checkpoint.default_sampling
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs_is_no_file_of_a_model(tmp_path, name):
+    write(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 3554214752\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(ConfigError, match=f"pointers of Git LFS .* such as {name}; run git lfs pull"):
+        Checkpoint.open(str(tmp_path))
+
+
 def test_sharded_weights(tmp_path):
     write(tmp_path)
     index = {
