@@ -44,7 +44,15 @@ from penstock.frontend.requests.media import PromptMedia
 from penstock.frontend.requests.next_turns import NextTurns
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
 from penstock.frontend.requests.prompt_head import ChangingHeads
-from penstock.frontend.responses.store import ResponseStore, fields_after, stored_messages, with_answer
+from penstock.frontend.responses.store import (
+    KeptResponse,
+    ResponseStore,
+    SharedResponses,
+    fields_after,
+    kept_bytes,
+    kept_response,
+    stored_messages,
+)
 from penstock.frontend.tenants.tenants import ANONYMOUS, BELIEVED, Tenant
 from penstock.frontend.text.models import ModelCache, ServedModel
 from penstock.frontend.tokens.bodies import TokenizerInfo, parse_detokenize
@@ -113,6 +121,7 @@ class Frontend:
         registry: CollectorRegistry | None = None,
         rng: random.Random | None = None,
         region: str = "",
+        responses: SharedResponses | None = None,
     ) -> None:
         """Create the parts.
 
@@ -124,6 +133,7 @@ class Frontend:
             registry: shown by /metrics; pass the dispatcher's to show both; None creates one.
             rng: draws ids and seeds; None is seeded by the system.
             region: where it is, for links of other regions.
+            responses: shares answers of `/v1/responses` with other processes of the port; None: there are none.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they add one useless series per counter
         self.config = config
@@ -153,7 +163,7 @@ class Frontend:
             turns_max=config.next_turns_max,
             within_s=config.next_turn_within_s,
         )
-        self._responses = ResponseStore(config.responses_bytes_max)
+        self._responses = ResponseStore(config.responses_bytes_max, responses)
         self._models = ModelCache(dispatcher, config.models_max)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
         self._media = PromptMedia(config.media, dispatcher, hash_key=hash_key, count=self.metrics.media)
@@ -294,7 +304,7 @@ class Frontend:
         self, body: Sequence[bytes], size_bytes: int, options: RequestOptions, dialect: Dialect
     ) -> _Decoded:
         def history(response_id: str) -> bytes:
-            return self._responses.get(options.tenant, response_id)
+            return kept_response(self._responses.get(options.tenant, response_id)).messages
 
         async def model_of(name: str) -> ServedModel:
             if dialect is TOKENIZE and not name:
@@ -324,6 +334,22 @@ class Frontend:
             prompts = await self._preprocessor.encode(request, model, size_bytes, encoding_of(parsed))
         chat = request if isinstance(request, ChatRequest) else None
         return _Decoded(request, model, prompts, chat, parsed.response, messages, parsed.embedding, fields)
+
+    def response(self, tenant: str, response_id: str) -> KeptResponse:
+        """Give a kept answer of `/v1/responses`.
+
+        Raises:
+            RequestError: it is not kept, or is another tenant's (404).
+        """
+        return kept_response(self._responses.get(tenant, response_id, "id"))
+
+    def forget_response(self, tenant: str, response_id: str) -> None:
+        """Delete a kept answer of `/v1/responses`.
+
+        Raises:
+            RequestError: it is not kept, or is another tenant's (404).
+        """
+        self._responses.delete(tenant, response_id)
 
     async def close(self) -> None:
         """End the encoder processes, connections for media, and what is computed ahead. Safe twice."""
@@ -434,12 +460,16 @@ class Frontend:
 
     def _remember(
         self, prepared: PreparedRequest, messages: bytes | None
-    ) -> Callable[[Message], None] | None:
+    ) -> Callable[[Message, bytes], None] | None:
         """Give what stores the answer after its messages; None where they are not to be stored."""
         if messages is None:
             return None
         tenant, response_id = prepared.options.tenant, prepared.id
-        return lambda answer: self._responses.put(tenant, response_id, with_answer(messages, answer))
+
+        def remember(answer: Message, response: bytes) -> None:
+            self._responses.put(tenant, response_id, kept_bytes(messages, answer, response))
+
+        return remember
 
 
 def _entry(card: ModelCard) -> ModelEntry:

@@ -208,6 +208,9 @@ async def test_unknown_paths_and_methods_have_the_apis_shape() -> None:
     async with serving() as site:
         answer = await site.ask("GET", "/v2/nothing")
         assert (answer.status, answer.error["code"]) == (404, "path_not_found")
+        assert answer.error["message"] == "/v2/nothing does not exist; GET /docs lists the paths"
+        answer = await site.ask("POST", "/v1/chat/completion", b"{}")
+        assert answer.error["message"].endswith("did you mean '/v1/chat/completions'?")
         answer = await site.ask("GET", "/v1/chat/completions")
         assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
         assert answer.headers["allow"] == "POST"

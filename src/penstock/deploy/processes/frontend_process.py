@@ -20,6 +20,7 @@ from penstock.deploy.processes.tracing import tracing
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
 from penstock.frontend.limits.access import Access
+from penstock.frontend.responses.store import SharedResponses
 from penstock.frontend.tenants.shared_limits import share_limits
 from penstock.frontend.tenants.tenants import Tenants
 from penstock.graph import Graph
@@ -87,6 +88,9 @@ async def run_frontend(
         registry=registry,
         rng=rng,
         region=location.region,
+        responses=SharedResponses(Path(common.runtime_dir) / "responses", assignment.name)
+        if job.metrics_dir
+        else None,
     )
     async with tracing(graph.tracing, "penstock-frontend", assignment.name), planes, dispatcher:
         # Frontends share the port: one that listens before it knows a worker would refuse requests that others could serve.

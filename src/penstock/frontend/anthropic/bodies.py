@@ -39,7 +39,7 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
-    name: str
+    name: str = ""
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None

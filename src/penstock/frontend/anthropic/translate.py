@@ -8,6 +8,7 @@ import msgspec
 from penstock.core.errors import RequestError
 from penstock.frontend.anthropic.bodies import (
     AnthropicMessage,
+    AnthropicTool,
     AnthropicToolChoice,
     ContentBlock,
     CountRequest,
@@ -33,6 +34,8 @@ _NAMES = {
     "tool_choice": "tool_choice",
 }
 _ROLES = ("user", "assistant", "system")
+_ERROR = "Error: "
+"""Before the result of a tool that failed."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -92,17 +95,7 @@ def _chat(given: CountRequest) -> tuple[ChatRequest, list[Origin]]:
     if messages and messages[-1].role == "assistant" and messages[-1].content and not messages[-1].tool_calls:
         request.continue_final_message = True
     if given.tools is not None:
-        request.tools = [
-            {
-                "type": "function" if tool.type in {None, "custom"} else tool.type,
-                "function": {
-                    "name": tool.name,
-                    **({"description": tool.description} if tool.description else {}),
-                    "parameters": tool.input_schema or {"type": "object", "properties": {}},
-                },
-            }
-            for tool in given.tools
-        ]
+        request.tools = [_tool(tool) for tool in given.tools]
     _choose(request, given.tool_choice)
     config = given.output_config
     if config is not None:
@@ -118,6 +111,17 @@ def _chat(given: CountRequest) -> tuple[ChatRequest, list[Origin]]:
             form, "output_config.format" if given.output_format is None else "output_format"
         )
     return request, origins
+
+
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
+    """Give a tool as chats have it; one with a type of its own and no schema is none that this model was told of."""
+    if tool.type not in {None, "custom"} and tool.input_schema is None:
+        return {"type": tool.type}
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    function["parameters"] = tool.input_schema or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
 
 
 def _choose(request: ChatRequest, choice: AnthropicToolChoice | None) -> None:
@@ -190,15 +194,14 @@ def _joined(parts: Sequence[ContentPart]) -> str | list[ContentPart]:
 
 
 def _result(block: ContentBlock, where: str) -> str | list[ContentPart]:
-    if block.content is None or isinstance(block.content, str):
-        return block.content or ""
-    return _joined(
-        [
-            part
-            for index, inner in enumerate(block.content)
-            for part in _parts(inner, f"{where}.content[{index}]")
-        ]
-    )
+    """Give what a tool said; templates have no place for `is_error`, so the text says it."""
+    said = block.content or []
+    if isinstance(said, str):
+        return _ERROR + said if block.is_error else said
+    parts = [part for index, inner in enumerate(said) for part in _parts(inner, f"{where}.content[{index}]")]
+    if block.is_error:
+        parts.insert(0, ContentPart(type="text", text=_ERROR.strip()))
+    return _joined(parts)
 
 
 def _parts(block: ContentBlock, where: str) -> list[ContentPart]:

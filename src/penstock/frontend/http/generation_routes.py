@@ -5,7 +5,7 @@ from functools import partial
 
 from aiohttp import web
 
-from penstock.core.errors import PenstockError
+from penstock.core.errors import PenstockError, RequestError
 from penstock.frontend.anthropic.events import MESSAGES
 from penstock.frontend.frontend import Frontend, PendingAnswer
 from penstock.frontend.http.access_log import line_of_request
@@ -17,6 +17,7 @@ from penstock.frontend.limits.headers import RequestOptions, read_options
 from penstock.frontend.openai.answers import encode
 from penstock.frontend.openai.dialect import Dialect
 from penstock.frontend.requests.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, TOKENIZE
+from penstock.frontend.responses.bodies import DeletedResponse
 from penstock.frontend.responses.events import RESPONSES
 from penstock.frontend.tenants.tenants import Tenant
 from penstock.frontend.tokens.bodies import Detokenized, Tokenized
@@ -43,6 +44,8 @@ class GenerationRoutes:
     def routes(self) -> list[web.RouteDef]:
         return [
             *(web.post(path, partial(self._generate, dialect)) for path, dialect in _GENERATING.items()),
+            web.get("/v1/responses/{id}", self._show_response),
+            web.delete("/v1/responses/{id}", self._delete_response),
             web.post("/v1/messages/count_tokens", self._count_tokens),
             web.post("/v1/embeddings", self._embed),
             web.post("/tokenize", self._tokenize),
@@ -69,6 +72,19 @@ class GenerationRoutes:
                 raise  # nothing was sent yet: the error gets its HTTP status
             await response.fail(error if isinstance(error, PenstockError) else unexpected(request))
         return response
+
+    async def _show_response(self, request: web.Request) -> web.Response:
+        if request.query.get("stream") in {"true", "1"}:
+            raise RequestError("stream: a kept answer is given whole; leave it out", param="stream")
+        options = read_options(request.headers, self._config, self._tenant())
+        kept = self._frontend.response(options.tenant, request.match_info["id"])
+        return json_response(kept.response)
+
+    async def _delete_response(self, request: web.Request) -> web.Response:
+        response_id = request.match_info["id"]
+        options = read_options(request.headers, self._config, self._tenant())
+        self._frontend.forget_response(options.tenant, response_id)
+        return json_response(encode(DeletedResponse(id=response_id)))
 
     async def _prepare(self, request: web.Request, slot: Slot, dialect: Dialect) -> PendingAnswer:
         """Receive and prepare a request; it counts as in flight once its body is complete."""

@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from penstock.core.config import closest
 from penstock.core.errors import PenstockError, RequestError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
@@ -143,15 +144,15 @@ class HttpSurface:
         except PenstockError as error:
             if isinstance(error, ReceiveTimeoutError):
                 self._frontend.metrics.refused_body("body_late")
-            return error_response(error, route=route)
+            return error_response(error, path=request.path)
         except web.HTTPException as error:
-            return error_response(self._translate(error, request), error.headers.get("Allow"))
+            return error_response(_translate(error, request), error.headers.get("Allow"), path=request.path)
         except web.RequestPayloadError as error:
-            return error_response(payload_refusal(error), route=route)
+            return error_response(payload_refusal(error), path=request.path)
         except ConnectionError:  # the client disconnected
             raise
         except Exception:  # noqa: BLE001 - the last handler of a request's errors
-            return error_response(unexpected(request), route=route)
+            return error_response(unexpected(request), path=request.path)
 
     def refuse(self, error: BaseException | None, status: int) -> web.Response:
         """Make the response to bytes that are not HTTP, or to headers that are too large."""
@@ -179,17 +180,6 @@ class HttpSurface:
         """Close the access log. Safe twice."""
         if self._access_log is not None:
             self._access_log.close()
-
-    def _translate(self, error: web.HTTPException, request: web.Request) -> PenstockError:
-        """Convert an error of aiohttp to one of the API."""
-        if isinstance(error, web.HTTPMethodNotAllowed):
-            return MethodError(
-                f"{request.method} is not allowed on {request.path}; use {', '.join(sorted(error.allowed_methods))}"
-            )
-        if isinstance(error, web.HTTPNotFound):
-            routes = dict.fromkeys(resource.canonical for resource in request.app.router.resources())
-            return UnknownPathError(f"{request.path} does not exist; there are {', '.join(routes)}")
-        return RequestError(f"{error.status}: {error.reason}", http_status=error.status)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         # aiohttp rejects an unknown `Expect` before `_frame` runs: that response has no id yet.
@@ -252,6 +242,20 @@ class _WakeBody(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
+def _translate(error: web.HTTPException, request: web.Request) -> PenstockError:
+    """Convert an error of aiohttp to one of the API."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return MethodError(
+            f"{request.method} is not allowed on {request.path}; use {', '.join(sorted(error.allowed_methods))}"
+        )
+    if isinstance(error, web.HTTPNotFound):
+        paths = {resource.canonical for resource in request.app.router.resources()}
+        close = closest(request.path, [path for path in paths if path.startswith("/v1/") and "{" not in path])
+        hint = "GET /docs lists the paths" if close is None else f"did you mean {close!r}?"
+        return UnknownPathError(f"{request.path} does not exist; {hint}")
+    return RequestError(f"{error.status}: {error.reason}", http_status=error.status)
+
+
 def _reason(error: BaseException) -> str:
     """Shorten aiohttp's error to one line."""
     text = " ".join(str(getattr(error, "message", error)).split()).removeprefix("400, message: ")
@@ -283,9 +287,10 @@ def raw_error(error: PenstockError, header_lines: str = "") -> bytes:
     return f"{head}\r\n".encode() + body
 
 
-def error_response(error: PenstockError, allow: str | None = None, route: str = "") -> web.Response:
-    """Make an error response in the shape of a route's API; `allow` lists the methods after a wrong method."""
-    body: object = error_body(error) if route.startswith("/v1/messages") else error_answer(error)
+def error_response(error: PenstockError, allow: str | None = None, path: str = "") -> web.Response:
+    """Make an error response in the shape of a path's API; `allow` lists the methods after a wrong method."""
+    is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+    body: object = error_body(error) if is_anthropic else error_answer(error)
     response = json_response(encode(body), error.http_status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))

@@ -94,6 +94,8 @@ class SseResponse(web.StreamResponse):
             ConnectionResetError: the client is gone.
         """
         chunk = self._encoder.event(event)
+        if not chunk:
+            return None  # an empty chunk would end HTTP's body
         if not self._has_head():
             return partial(self._begin_with, chunk)
         self._put(chunk)

@@ -18,8 +18,8 @@ from penstock.frontend.openai.agents import (
     SessionBody,
     take_peer_fields,
 )
-from penstock.frontend.openai.body_error import body_error, check_levels
-from penstock.frontend.openai.lenient import decode_leniently
+from penstock.frontend.openai.body_error import body_error, check_levels, without_half_pairs
+from penstock.frontend.openai.lenient import decode_leniently, name_once
 from penstock.frontend.openai.media import ContentPart
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
@@ -131,13 +131,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    # Accepted, no effect on the answer.
+    prediction: Any = None
+    verbosity: Any = None
     # Refused unless they ask for nothing.
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    prediction: Any = None
-    verbosity: Any = None
     web_search_options: Any = None
 
 
@@ -209,6 +210,12 @@ def _decode(body: bytes, kind: type[_Request], decode: Callable[[bytes], _Reques
         return decode(body)
     except msgspec.ValidationError as error:
         return decode_leniently(body, kind, error)
+    except msgspec.DecodeError:
+        whole = without_half_pairs(body)
+        if whole == body or b'"strict"' in body:
+            raise
+        name_once("half of a surrogate pair")
+        return _decode(whole, kind, decode)
 
 
 @contextlib.contextmanager

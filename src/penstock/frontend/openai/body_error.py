@@ -1,5 +1,6 @@
 """Error texts for invalid request bodies: the field, the expected value, the given value."""
 
+import codecs
 import enum
 import json
 import re
@@ -17,6 +18,11 @@ LEVELS_MAX = 500
 """Levels of a body's JSON. Python 3.11 may recurse 1,000 times, and half of that is left to a body."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 """A string of JSON, or the rest of a body from a quote that nothing closes: each byte is looked at once."""
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+"""An escape of JSON, of a whole surrogate pair both; the group is half of one."""
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _JSON_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 
@@ -31,15 +37,29 @@ def body_error(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> Req
     """
     if isinstance(error, msgspec.ValidationError):
         return _content_error(str(error), body, kind)
-    if not body:
-        return RequestError("the body is empty; expected a JSON object")
     if isinstance(error, RecursionError):
         return nested_too_deeply()
+    return RequestError(f"the body {_fault(error, body)}")
+
+
+def _fault(error: Exception, body: bytes) -> str:
+    """Say why bytes are no JSON: the decoder's own error does not tell one fault from another in all versions of msgspec."""
+    if not body:
+        return "is empty; expected a JSON object"
     try:
-        body.decode()  # the decoder's own error does not tell one from the other in all versions of msgspec
+        body.decode()
     except UnicodeDecodeError as undecodable:
-        return RequestError(f"the body is not valid UTF-8: {undecodable.reason}; send JSON encoded as UTF-8")
-    return RequestError(f"the body is not valid JSON: {error}")
+        return f"is not valid UTF-8: {undecodable.reason}; send JSON encoded as UTF-8"
+    if body.startswith(codecs.BOM_UTF8):
+        return "begins with a byte order mark; send UTF-8 without one"
+    if without_half_pairs(body) != body:
+        return "has half of a surrogate pair, such as \\ud83d without what follows; send whole characters"
+    return f"is not valid JSON: {error}"
+
+
+def without_half_pairs(body: bytes) -> bytes:
+    """Replace escapes of half a surrogate pair by U+FFFD: clients that cut texts by UTF-16 units send them."""
+    return _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], body) if rb"\u" in body else body
 
 
 def check_levels(body: bytes) -> None:

@@ -23,6 +23,20 @@ class EmbeddingOptions(Wire, frozen=True):
     dimensions: int | None = None
 
 
+class ClientTool(Wire, frozen=True):
+    """A tool of the Responses API that the model is told of as a function of another name or form.
+
+    Attributes:
+        kind: of the items of its calls: function_call, custom_tool_call or tool_search_call.
+        name: as the client has it, without its namespace.
+        namespace: "" outside one.
+    """
+
+    kind: str
+    name: str
+    namespace: str = ""
+
+
 class ResponseFields(Wire, frozen=True):
     """Fields of a body of the Responses API that its answers repeat, where the request for the model lacks them.
 
@@ -32,6 +46,9 @@ class ResponseFields(Wire, frozen=True):
         metadata: a JSON object.
         truncation: "auto" leaves out the oldest messages where all of them are too long for the model.
         summary: of `reasoning`.
+        tools: a JSON array.
+        tool_choice: JSON.
+        client_tools: by their functions' names.
     """
 
     previous: str | None = None
@@ -44,6 +61,9 @@ class ResponseFields(Wire, frozen=True):
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
+    tools: bytes = b"[]"
+    tool_choice: bytes = b'"auto"'
+    client_tools: dict[str, ClientTool] = msgspec.field(default_factory=dict)
 
 
 class ParsedBody(msgspec.Struct, frozen=True):
@@ -83,7 +103,7 @@ class AnswerContext(msgspec.Struct, frozen=True):
         usage: gives the counts so far.
         sampling: of its choices.
         response: what answers of the Responses API repeat of their body.
-        remember: keeps the answer's message; None: it is not stored.
+        remember: keeps the answer's message, and the response object as JSON; None: it is not stored.
         annotations: encoded events before those of a streamed answer.
     """
 
@@ -95,7 +115,7 @@ class AnswerContext(msgspec.Struct, frozen=True):
     usage: Callable[[], Usage]
     sampling: SamplingParams
     response: ResponseFields | None = None
-    remember: Callable[[Message], None] | None = None
+    remember: Callable[[Message, bytes], None] | None = None
     annotations: bytes = b""
 
 
@@ -136,7 +156,9 @@ def names_of(request: GenerationRequest) -> dict[str, str]:
         names = dict(_CHAT)
         if request.max_tokens is not None:
             del names["max_tokens"]
-        if request.tools and (request.tool_choice == "required" or isinstance(request.tool_choice, dict)):
+        choice = request.tool_choice
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        if request.tools and kind in {"required", "function"}:
             names["response_format"] = "tools"
     elif isinstance(request, CompletionRequest) and request.echo and request.prompt_logprobs is None:
         names["prompt_logprobs"] = "logprobs"

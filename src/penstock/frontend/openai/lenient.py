@@ -27,9 +27,19 @@ _WITHOUT_EFFECT = frozenset(
         "mm_processor_kwargs",
         "return_cached_tokens_details",
         "timeout",  # LiteLLM sends its own to some servers
+        "client_metadata",
+        "context_management",
+        "prompt_cache_options",
+        "mcp_servers",  # tools that no server here runs, as those of other types in `tools`
+        "betas",
+        "billing_policy",
+        "fallbacks",
+        "fallback_credit_token",
+        "user_profile_id",
+        "workspace_id",
     }
 )
-"""Fields that vLLM or SGLang take and that change no answer here."""
+"""Fields of other servers and of clients that change no answer here."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "typical_p": (1,),
@@ -52,9 +62,16 @@ _NOT_SERVED = frozenset(
         "regex",
         "ebnf",
         "json_schema",
+        "background",
+        "conversation",
+        "prompt",
+        "moderation",
+        "container",
+        "compaction",
+        "thread",
     }
 )
-"""Fields of vLLM or SGLang that would change an answer, and are no misspelt ones of ours."""
+"""Fields of other servers that would change an answer, and are no misspelt ones of ours."""
 _SWITCHES = frozenset(
     {
         "enable_thinking",

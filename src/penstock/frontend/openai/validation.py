@@ -16,6 +16,7 @@ from penstock.frontend.openai.bodies import (
     GenerationRequest,
     Message,
 )
+from penstock.frontend.openai.lenient import name_once
 from penstock.frontend.openai.media import check_part
 from penstock.frontend.openai.tools import check_tools
 from penstock.frontend.text.template import RESERVED
@@ -38,12 +39,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
-    "verbosity": ("medium",),
     "web_search_options": (),
     "suffix": ("",),
 }
 """Unsupported fields, each with the values that have no effect."""
+_HINTS = ("prediction", "verbosity")
+"""Fields of a chat that ask models of OpenAI's for the same answer, sooner or shorter; other models have no such setting."""
+_VERBOSITIES = ("low", "medium", "high")
 _RANGES: dict[str, tuple[float, float | None]] = {
     "max_tokens": (0, None),  # of completions
     "temperature": (0, 2),
@@ -59,7 +61,7 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "seed": (-(1 << _SEED_BITS), (1 << _SEED_BITS) - 1),
 }
 """Bounds of each field's values; None: no upper one."""
-_ABOVE_LOW = frozenset({"top_p", "repetition_penalty"})
+_ABOVE_LOW = frozenset({"repetition_penalty"})
 """Fields that must be above their lower bound."""
 
 
@@ -89,6 +91,14 @@ def check_chat(request: ChatRequest, choices_max: int) -> None:
                 f"chat_template_kwargs.{name}: is not the request's to set; leave it out",
                 param=f"chat_template_kwargs.{name}",
             )
+    if request.verbosity is not None and request.verbosity not in _VERBOSITIES:
+        raise RequestError(
+            f"verbosity: must be one of {', '.join(_VERBOSITIES)}, got {str(request.verbosity)[:40]!r}",
+            param="verbosity",
+        )
+    for name in _HINTS:
+        if getattr(request, name) is not None:
+            name_once(name)
     _check_final_message(request)
     check_tools(request)
     if not request.messages:
@@ -277,6 +287,11 @@ def _check_message(message: Message, path: str) -> None:
         )
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{path}.content: required, but missing", param=f"{path}.content")
+    for index, call in enumerate(message.tool_calls or ()):
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            where = f"{path}.tool_calls[{index}].function.name"
+            raise RequestError(f"{where}: must be the name of the function that was called", param=where)
     if not isinstance(message.content, list):
         return
     for index, part in enumerate(message.content):

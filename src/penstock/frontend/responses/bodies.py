@@ -21,15 +21,22 @@ class InputPart(msgspec.Struct, kw_only=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """Any item of the input; unknown fields, such as `id` and `status`, are ignored."""
+    """Any item of the input; unknown fields, such as `status`, are ignored."""
 
     type: str = "message"
+    id: str | None = None
     role: str | None = None
     content: str | list[InputPart] | None = None
-    call_id: str = ""
+    call_id: str | None = None
     name: str = ""
-    arguments: str = ""
-    output: str | list[InputPart] | None = None
+    namespace: str | None = None
+    arguments: Any = None
+    input: str = ""
+    output: Any = None
+    summary: list[InputPart] | None = None  # of reasoning
+    action: Any = None  # of local_shell_call, shell_call and computer_call
+    operation: Any = None  # of apply_patch_call
+    tools: list[dict[str, Any]] | None = None  # of tool_search_output and additional_tools
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
@@ -86,6 +93,14 @@ class ResponsesRequest(SamplingExtensions, kw_only=True):
     session: SessionBody | None = None
     agent_hints: AgentHintsBody | None = None
     nvext: PeerBody | None = None
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """Says that a kept answer is deleted."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
 
 
 decode_responses = msgspec.json.Decoder(ResponsesRequest).decode

@@ -10,14 +10,17 @@ from penstock.core.errors import PenstockError
 from penstock.frontend.errors import error_answer
 from penstock.frontend.openai.answers import TokenEntry, Usage, encode
 from penstock.frontend.openai.bodies import ChatRequest, Message
-from penstock.frontend.openai.dialect import AnswerContext, Dialect
+from penstock.frontend.openai.dialect import AnswerContext, ClientTool, Dialect
 from penstock.frontend.openai.events import token_entry
+from penstock.frontend.responses.tools import INPUT
 from penstock.frontend.responses.translate import check_responses, parse_responses
 from penstock.frontend.text.blocks import Block, Blocks, Kind, Step
 from penstock.frontend.text.events import TextEvent
 from penstock.frontend.text.token_text import TokenText
 
-_PREFIX = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
+_PREFIX = {Kind.TEXT: "msg", Kind.REASONING: "rs"}
+_CALL_PREFIX = {"function_call": "fc", "custom_tool_call": "ctc", "tool_search_call": "tsc"}
+_FUNCTION_CALL = "function_call"
 
 
 class ResponseStream:
@@ -39,8 +42,8 @@ class ResponseStream:
 
     def end(self, usage: Usage) -> bytes:
         begun = self._begin()
-        _remember(self._context, self._blocks)
         response = _response(self._context, self._blocks, usage)
+        _remember(self._context, self._blocks, response)
         return begun + self._event(f"response.{response['status']}", {"response": response})
 
     def failure(self, error: PenstockError) -> bytes:
@@ -64,7 +67,10 @@ class ResponseStream:
             Kind.REASONING: "reasoning_text",
             Kind.CALL: "function_call_arguments",
         }[block.kind]
+        tool = _tool_of(self._context, block)
         if step is Step.ADDED:
+            if tool.kind != _FUNCTION_CALL and block.kind is Kind.CALL:
+                return b""  # given at its end: a text is in JSON until then
             if block.kind is Kind.CALL:
                 return self._event(f"response.{name}.delta", {**place, "delta": text})
             fields = {**part_place, "delta": text}
@@ -81,10 +87,14 @@ class ResponseStream:
                 return added
             part = _part(self._context, block)
             return added + self._event("response.content_part.added", {**part_place, "part": part})
-        if block.kind is Kind.CALL:
-            done = self._event(
-                f"response.{name}.done", {**place, "name": block.name, "arguments": block.text}
-            )
+        if tool.kind == "custom_tool_call":
+            name = "custom_tool_call_input"
+            done = self._event(f"response.{name}.delta", {**place, "delta": item["input"]})
+            done += self._event(f"response.{name}.done", {**place, "input": item["input"]})
+        elif tool.kind == "tool_search_call":
+            done = b""
+        elif block.kind is Kind.CALL:
+            done = self._event(f"response.{name}.done", {**place, "name": tool.name, "arguments": block.text})
         else:
             part = _part(self._context, block)
             fields = {**part_place, "text": block.text}
@@ -112,12 +122,13 @@ class WholeResponse:
             pass
 
     def body(self, usage: Usage) -> bytes:
-        _remember(self._context, self._blocks)
-        return encode(_response(self._context, self._blocks, usage))
+        response = _response(self._context, self._blocks, usage)
+        _remember(self._context, self._blocks, response)
+        return encode(response)
 
 
-def _remember(context: AnswerContext, blocks: Blocks) -> None:
-    """Store the answer's message, if it is to be stored."""
+def _remember(context: AnswerContext, blocks: Blocks, response: dict[str, Any]) -> None:
+    """Store the answer's message and its response object, if they are to be stored."""
     if context.remember is None:
         return
     message = Message(role="assistant", content="")
@@ -133,7 +144,7 @@ def _remember(context: AnswerContext, blocks: Blocks) -> None:
                 *(message.tool_calls or []),
                 {"id": call_id, "type": "function", "function": call},
             ]
-    context.remember(message)
+    context.remember(message, encode(response))
 
 
 def _response(context: AnswerContext, blocks: Blocks, usage: Usage | None) -> dict[str, Any]:
@@ -171,8 +182,8 @@ def _response(context: AnswerContext, blocks: Blocks, usage: Usage | None) -> di
         "temperature": context.sampling.temperature,
         "text": {"format": _format(request.response_format), "verbosity": request.verbosity},
         "top_logprobs": request.top_logprobs or 0,
-        "tool_choice": _choice(request.tool_choice),
-        "tools": [{"type": "function", **tool["function"]} for tool in request.tools or []],
+        "tool_choice": msgspec.Raw(given.tool_choice),
+        "tools": msgspec.Raw(given.tools),
         "top_p": context.sampling.top_p,
         "truncation": given.truncation,
         "usage": None if usage is None else _usage(usage),
@@ -190,29 +201,48 @@ def _format(form: dict[str, Any] | None) -> dict[str, Any]:
     """Give a chat's `response_format` as the API's `text.format`."""
     if form is None:
         return {"type": "text"}
+    if form["type"] == "json_object":
+        return form
     return {"type": form["type"], **form.get("json_schema", {})}
-
-
-def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any]:
-    """Give a chat's `tool_choice` as this API has it."""
-    if isinstance(choice, dict):
-        return {"type": "function", "name": choice["function"]["name"]}
-    return choice or "auto"
 
 
 def _item(context: AnswerContext, block: Block, status: str) -> dict[str, Any]:
     item: dict[str, Any] = {"id": _item_id(context, block), "status": status}
     if block.kind is Kind.CALL:
-        call_id = context.envelope.call_id(0, block.call)
-        return item | {
-            "type": "function_call",
-            "call_id": call_id,
-            "name": block.name,
-            "arguments": block.text,
-        }
+        tool = _tool_of(context, block)
+        item |= {"type": tool.kind, "call_id": context.envelope.call_id(0, block.call)}
+        if tool.kind == "tool_search_call":
+            return item | {"execution": "client", "arguments": _object(block.text)}
+        item |= {"name": tool.name} | ({"namespace": tool.namespace} if tool.namespace else {})
+        if tool.kind == "custom_tool_call":
+            return item | {"input": _input(block.text)}
+        return item | {"arguments": block.text}
     if block.kind is Kind.REASONING:
         return item | {"type": "reasoning", "summary": [], "content": [_part(context, block)]}
     return item | {"type": "message", "role": "assistant", "content": [_part(context, block)]}
+
+
+def _tool_of(context: AnswerContext, block: Block) -> ClientTool:
+    """Give the tool that a block calls, as the client has it."""
+    assert context.response is not None, "of this dialect"
+    tool = context.response.client_tools.get(block.name)
+    return tool or ClientTool(kind=_FUNCTION_CALL, name=block.name)
+
+
+def _input(arguments: str) -> str:
+    """Give the text in the arguments of a custom tool's function; arguments of another form as they are."""
+    said = _object(arguments)
+    texts = [said[INPUT]] if INPUT in said else list(said.values())
+    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else arguments
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Decode a call's arguments; empty where they are no object."""
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return decoded if isinstance(decoded, dict) else {}
 
 
 def _part(context: AnswerContext, block: Block) -> dict[str, Any]:
@@ -227,7 +257,9 @@ def _logprobs(context: AnswerContext, tokens: Sequence[TokenText]) -> list[Token
 
 
 def _item_id(context: AnswerContext, block: Block) -> str:
-    return f"{_PREFIX[block.kind]}_{context.envelope.id.rpartition('_')[2]}{block.index}"
+    is_call = block.kind is Kind.CALL
+    prefix = _CALL_PREFIX[_tool_of(context, block).kind] if is_call else _PREFIX[block.kind]
+    return f"{prefix}_{context.envelope.id.rpartition('_')[2]}{block.index}"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

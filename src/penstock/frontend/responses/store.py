@@ -1,11 +1,17 @@
 """Conversations that later requests may continue by an answer's id, up to a number of bytes."""
 
+import hashlib
 import heapq
+import shutil
 from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
 from penstock.core.errors import RequestError
+from penstock.core.log import get_logger
+from penstock.core.wire import Wire, encode
 from penstock.frontend.client_fields import ClientFields
 from penstock.frontend.openai.bodies import ChatRequest, Message
 from penstock.frontend.openai.dialect import ParsedBody
@@ -16,6 +22,27 @@ _STALE = 64
 """Stale entries of the heap that are left in it, beside one a tenant."""
 _decode = msgspec.msgpack.Decoder(list[Message]).decode
 _encode = msgspec.msgpack.Encoder().encode
+_log = get_logger()
+
+
+class KeptResponse(Wire, frozen=True):
+    """An answer: the encoded messages up to and with it, and its response object as JSON."""
+
+    messages: bytes
+    response: bytes
+
+
+_decode_kept = msgspec.msgpack.Decoder(KeptResponse).decode
+
+
+def kept_response(kept: bytes) -> KeptResponse:
+    """Decode what `kept_bytes` has made."""
+    return _decode_kept(kept)
+
+
+def kept_bytes(messages: bytes, answer: Message, response: bytes) -> bytes:
+    """Encode an answer for the store: the encoded messages before it, its message, and its response object."""
+    return encode(KeptResponse(messages=_encode([*_decode(messages), answer]), response=response))
 
 
 class _Kept:
@@ -35,11 +62,65 @@ class _Kept:
         self.size_bytes += more
         return more
 
-    def drop_oldest(self) -> int:
+    def drop(self, response_id: str) -> int:
         """Drop one; give its bytes."""
-        _, dropped = self.messages.popitem(last=False)
-        self.size_bytes -= len(dropped) + ENTRY_BYTES
-        return len(dropped) + ENTRY_BYTES
+        size_bytes = len(self.messages.pop(response_id)) + ENTRY_BYTES
+        self.size_bytes -= size_bytes
+        return size_bytes
+
+
+class SharedResponses:
+    """Files of what the frontend processes of one port keep: each finds there what another one has answered.
+
+    Each process writes and drops its own files, in a directory of its own; any may remove a conversation for all.
+    """
+
+    def __init__(self, directory: Path, process: str) -> None:
+        """Begin without files of this process; those of its predecessor are removed."""
+        self._directory = directory
+        self._own = directory / process
+        shutil.rmtree(self._own, ignore_errors=True)
+        self._own.mkdir(parents=True)
+
+    def write(self, tenant: str, response_id: str, messages: bytes) -> None:
+        """Write what this process keeps. Without room on the disk other processes do not find it."""
+        path = self._own / _file_name(tenant, response_id)
+        part = path.with_suffix(".part")
+        try:
+            part.write_bytes(messages)
+            part.rename(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            _log.warning("response_not_shared", path=str(path), error=str(error))
+
+    def drop(self, tenant: str, response_id: str) -> None:
+        """Remove the file of this process, if there is one."""
+        (self._own / _file_name(tenant, response_id)).unlink(missing_ok=True)
+
+    def find(self, tenant: str, response_id: str) -> bytes | None:
+        """Give what any process keeps; None where none does."""
+        for path in self._paths(tenant, response_id):
+            try:
+                return path.read_bytes()
+            except OSError:  # dropped meanwhile
+                continue
+        return None
+
+    def remove(self, tenant: str, response_id: str) -> bool:
+        """Remove the files of all processes; False where there are none."""
+        paths = list(self._paths(tenant, response_id))
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return bool(paths)
+
+    def _paths(self, tenant: str, response_id: str) -> Iterator[Path]:
+        name = _file_name(tenant, response_id)
+        yield from (path for each in self._directory.iterdir() if (path := each / name).is_file())
+
+
+def _file_name(tenant: str, response_id: str) -> str:
+    """Name a file by a digest: clients choose both names."""
+    return hashlib.sha256(f"{tenant}\0{response_id}".encode()).hexdigest()
 
 
 class ResponseStore:
@@ -48,7 +129,14 @@ class ResponseStore:
     Where they are too many, the tenant with the most bytes loses its oldest: no tenant pushes out another one that holds less.
     """
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, shared: SharedResponses | None = None) -> None:
+        """Begin empty.
+
+        Args:
+            bytes_max: that this process keeps.
+            shared: with the other processes of the port; None: there is no other.
+        """
+        self._shared = shared
         self._bytes_max = bytes_max
         self._bytes = 0
         self._of: dict[str, _Kept] = {}
@@ -63,6 +151,8 @@ class ResponseStore:
         if kept is None:
             kept = self._of[tenant] = _Kept()
         self._bytes += kept.put(response_id, messages)
+        if self._shared is not None:
+            self._shared.write(tenant, response_id, messages)
         if len(self._largest) >= 2 * len(self._of) + _STALE:
             self._largest = [(-other.size_bytes, name) for name, other in self._of.items()]
             heapq.heapify(self._largest)
@@ -77,30 +167,63 @@ class ResponseStore:
         if kept is None or kept.size_bytes != -size_bytes:
             heapq.heappop(self._largest)
             return
-        self._bytes -= kept.drop_oldest()
+        oldest = next(iter(kept.messages))
+        if self._shared is not None:
+            self._shared.drop(tenant, oldest)
+        self._bytes -= kept.drop(oldest)
         if kept.messages:
             heapq.heapreplace(self._largest, (-kept.size_bytes, tenant))
         else:
             heapq.heappop(self._largest)
             del self._of[tenant]
 
-    def get(self, tenant: str, response_id: str) -> bytes:
-        """Give the encoded messages of a conversation.
+    def get(self, tenant: str, response_id: str, param: str = "previous_response_id") -> bytes:
+        """Give what is kept of an answer.
+
+        Args:
+            tenant: whose it is.
+            response_id: the answer's id.
+            param: the client's field of the id, for the error.
+
+        Raises:
+            RequestError: it is not kept, or is another tenant's (404).
+        """
+        if self._shared is not None:
+            found = self._shared.find(tenant, response_id)
+        else:
+            kept = self._of.get(tenant)
+            found = None if kept is None else kept.messages.get(response_id)
+        if found is None:
+            raise self._missing(response_id, param)
+        if (kept := self._of.get(tenant)) is not None and response_id in kept.messages:
+            kept.messages.move_to_end(response_id)
+        return found
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        """Forget an answer.
 
         Raises:
             RequestError: it is not kept, or is another tenant's (404).
         """
         kept = self._of.get(tenant)
-        if kept is None or response_id not in kept.messages:
-            raise RequestError(
-                f"previous_response_id: {response_id[:80]!r} is not kept here: it was sent with store: false, is too old"
-                f" (frontend.responses_bytes_max is {self._bytes_max}), or another frontend process answered it; send the whole"
-                " conversation as input",
-                param="previous_response_id",
-                http_status=404,
-            )
-        kept.messages.move_to_end(response_id)
-        return kept.messages[response_id]
+        is_own = kept is not None and response_id in kept.messages
+        if not (is_own if self._shared is None else self._shared.remove(tenant, response_id)):
+            raise self._missing(response_id, "id")
+        if kept is not None and is_own:
+            self._bytes -= kept.drop(response_id)
+            if kept.messages:
+                heapq.heappush(self._largest, (-kept.size_bytes, tenant))
+            else:
+                del self._of[tenant]
+
+    def _missing(self, response_id: str, param: str) -> RequestError:
+        return RequestError(
+            f"{param}: {response_id[:80]!r} is not kept here: it was sent with store: false, was deleted, is too old"
+            f" (frontend.responses_bytes_max is {self._bytes_max}), or was answered on another host; send the whole"
+            " conversation as input",
+            param=param,
+            http_status=404,
+        )
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree, or it is past its bound."""
@@ -131,8 +254,3 @@ def fields_after(parsed: ParsedBody) -> ClientFields:
         return parsed.fields
     history = len(parsed.request.messages) - len(parsed.fields.messages)
     return parsed.fields.after(parsed.instructions, history) if history else parsed.fields
-
-
-def with_answer(messages: bytes, answer: Message) -> bytes:
-    """Add an answer to encoded messages."""
-    return _encode([*_decode(messages), answer])

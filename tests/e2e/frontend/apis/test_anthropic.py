@@ -1,5 +1,7 @@
 """The Anthropic API through its own client, whole and streamed."""
 
+import json
+
 import anthropic
 import pytest
 from frontend_site import HI, IDS, TEXT, TOKENIZER, Site, of_keys, serving
@@ -68,9 +70,19 @@ async def test_refusals_have_the_apis_shape() -> None:
         assert missing.value.body["error"]["type"] == "not_found_error"
         with pytest.raises(anthropic.BadRequestError, match="max_tokens: must be >= 1, got -5"):
             await api.messages.create(model="tiny", max_tokens=-5, messages=HI)
-        search = [{"type": "web_search_20250305", "name": "web_search"}]
-        with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].type: must be 'function'"):
-            await api.messages.create(model="tiny", max_tokens=5, messages=HI, tools=search)
+        search = {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}
+        assert (await api.messages.create(model="tiny", max_tokens=5, messages=HI, **search)).content
+        named = search | {"tool_choice": {"type": "tool", "name": "web_search"}}
+        with pytest.raises(
+            anthropic.BadRequestError,
+            match=r"tool_choice.name: must be one of tools, of which there are none",
+        ):
+            await api.messages.create(model="tiny", max_tokens=5, messages=HI, **named)
+        for method, path, status in (
+            ("GET", "/v1/messages", 405), ("POST", "/v1/messages/batches", 404), ("GET", "/v1/messages/x/y", 404),
+        ):  # fmt: skip
+            answer = await site.ask(method, path, b"", "X-API-Key: secret")
+            assert (answer.status, json.loads(answer.body)["type"]) == (status, "error"), path
         async with client(site, "wrong") as other:
             with pytest.raises(anthropic.AuthenticationError):
                 await other.messages.create(model="tiny", max_tokens=5, messages=HI)

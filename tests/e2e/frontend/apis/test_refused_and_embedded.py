@@ -85,7 +85,7 @@ async def test_a_workers_refusal_names_the_clients_field(text: str) -> None:
 OF_THE_FRONTEND: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json: contradicts"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function: required"),
-    (CHAT, {"tools": [{"type": "web"}]}, "tools[0].type: must be 'function'"),
+    (CHAT, {"tools": [{"type": "web", "parameters": {}}]}, "tools[0].type: must be 'function'"),
     (CHAT, {"tools": [TOOL | {"function": {"name": 7}}]}, "tools[0].function.name: must be a string of 1 to 256 characters, got 7"),
     (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": 7}]}, "tools[0].parameters: must be an object"),
     (RESPONSES, {"instructions": "x", "input": [{"role": "user", "content": "hi"}, {"role": "bad", "content": "x"}]}, "input[1].role: must be"),

@@ -98,6 +98,51 @@ async def test_what_is_not_stored_is_404() -> None:
             await api.create(model="tiny", input="more", previous_response_id=answer.id)
 
 
+async def test_a_kept_answer_is_given_again_until_it_is_deleted() -> None:
+    async with serving() as site:
+        api = site.client.responses
+        answer = await api.create(model="tiny", input="hello")
+        assert (await api.retrieve(answer.id)).output == answer.output
+        await api.delete(answer.id)
+        for gone in (api.retrieve, api.delete):
+            with pytest.raises(openai.NotFoundError, match="was deleted"):
+                await gone(answer.id)
+        with pytest.raises(openai.NotFoundError, match="was deleted"):
+            await api.create(model="tiny", input="hello", previous_response_id=answer.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_have_the_form_of_the_clients_tool(stream: bool) -> None:
+    def called(name: str, arguments: object) -> str:
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    said = (
+        called("patch", {"input": "a\nb"})
+        + called("mcp__fs__read", {})
+        + called("tool_search", {"query": "x"})
+    )
+    schema = {"type": "object"}
+    read = {"type": "function", "name": "read", "parameters": schema, "strict": False}
+    tools = [
+        {"type": "custom", "name": "patch"},
+        {"type": "namespace", "name": "mcp__fs__", "description": "d", "tools": [read]},
+        {"type": "tool_search", "execution": "client", "description": "d", "parameters": schema},
+    ]
+    async with serving(dispatcher=says(said)) as site:
+        asked = {"model": "tiny", "input": "hello", "tools": tools, "stream": stream}
+        answer = await site.client.responses.create(**asked)
+        if stream:
+            events = [event async for event in answer]
+            deltas = [event for event in events if event.type == "response.custom_tool_call_input.delta"]
+            assert [event.delta for event in deltas] == ["a\nb"]
+            answer = events[-1].response
+    patch, read_call, search = answer.output
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "patch", "a\nb")
+    assert (read_call.type, read_call.namespace, read_call.name) == ("function_call", "mcp__fs__", "read")
+    assert (search.type, search.execution, search.arguments) == ("tool_search_call", "client", {"query": "x"})
+    assert len({item.call_id for item in answer.output}) == 3
+
+
 async def test_answers_repeat_what_was_asked() -> None:
     repeated: dict[str, Any] = {
         "instructions": 'be "brief"',

@@ -29,11 +29,18 @@ def test_tool_results_are_messages_of_their_own_before_the_users_text() -> None:
             "is_error": False,
         },
         {"type": "tool_result", "tool_use_id": "2"},
+        {"type": "tool_result", "tool_use_id": "3", "content": "no such file", "is_error": True},
+        {
+            "type": "tool_result",
+            "tool_use_id": "4",
+            "content": [{"type": "text", "text": "late"}],
+            "is_error": True,
+        },
         {"type": "text", "text": "so?", "cache_control": {"type": "ephemeral"}},
     ]
     said = chat(messages=[{"role": "user", "content": content}]).messages
     assert [(message.role, message.tool_call_id, message.content) for message in said] == [
-        ("tool", "1", "rain"), ("tool", "2", ""), ("user", None, "so?"),
+        ("tool", "1", "rain"), ("tool", "2", ""), ("tool", "3", "Error: no such file"), ("tool", "4", "Error:\nlate"), ("user", None, "so?"),
     ]  # fmt: skip
 
 

@@ -48,9 +48,8 @@ def complete(**fields: Any) -> CompletionRequest:
     [
         (b"", "the body is empty; expected a JSON object"),
         (b'{"model": "m"', "the body is not valid JSON"),
-        (b"\xef\xbb\xbf{}", "the body is not valid JSON"),
+        (b"\xef\xbb\xbf{}", "the body begins with a byte order mark"),
         (b'{"model": NaN}', "the body is not valid JSON"),
-        (b'{"model": "\\ud800"}', "the body is not valid JSON"),
         (b'{"model": "\xff"}', "the body is not valid UTF-8"),
         (b"[]", "the body: expected object, got array"),
         (b'{"model":"m","messages":[],"tools":' + b"[" * 100_000, "the body is nested too deeply"),
@@ -60,6 +59,26 @@ def test_what_is_no_json_object_is_refused_without_a_field(body: bytes, says: st
     with pytest.raises(RequestError) as caught:
         parse_chat(body)
     assert (says in caught.value.message, caught.value.param) == (True, None), caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (r"a\ud83d", "a\ufffd"), (r"\ude00a", "\ufffda"), (r"\uD83D\uD83D\uDE00", "\ufffd\U0001f600"),
+        (r"\\ud83d", r"\ud83d"), (r"\\\ud83d", "\\\ufffd"), (r"\ud83d\ude00", "\U0001f600"),
+    ],
+)  # fmt: skip
+def test_half_of_a_surrogate_pair_is_replaced_or_named(sent: str, read: str) -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "%b"}]%b}'
+    assert parse_chat(body % (sent.encode(), b"")).messages[0].content == read
+    if "\ufffd" in read:
+        with pytest.raises(RequestError, match="the body has half of a surrogate pair"):
+            parse_chat(body % (sent.encode(), b', "strict": true'))
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
@@ -87,14 +106,15 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported by this server; leave it out"),
     ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ({"functions": [{"name": "f"}], "tool_choice": "none"}, "functions", "not supported"),
-    ({"verbosity": "high"}, "verbosity", "not supported"),
+    ({"verbosity": "loud"}, "verbosity", "must be one of low, medium, high, got 'loud'"),
+    ({"background": True}, "background", "not supported by this server; leave it out"),
     ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
     # out of range
     ({"max_tokens": 0}, "max_tokens", "must be >= 1, got 0"),
     ({"max_completion_tokens": -1}, "max_completion_tokens", "must be >= 1, got -1"),
     ({"n": 9}, "n", "must be >= 1 and <= 8, got 9"),
     ({"temperature": 2.1}, "temperature", "must be >= 0 and <= 2, got 2.1"),
-    ({"top_p": 0.0}, "top_p", "must be > 0 and <= 1, got 0.0"),
+    ({"top_p": -0.1}, "top_p", "must be >= 0 and <= 1, got -0.1"),
     ({"presence_penalty": -3.0}, "presence_penalty", "must be >= -2 and <= 2, got -3.0"),
     ({"frequency_penalty": 3.0}, "frequency_penalty", "must be >= -2 and <= 2, got 3.0"),
     ({"repetition_penalty": 0.0}, "repetition_penalty", "must be > 0 and <= 10, got 0.0"),
@@ -125,6 +145,10 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "at least one message"),
     ({"messages": [*HI, {"role": "robot", "content": "x"}]}, "messages[1].role", "must be"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "required, but missing"),
+    *(
+        ({"messages": [*HI, ASSISTANT | {"tool_calls": [call]}]}, "messages[1].tool_calls[0].function.name", "name of the function that was called")
+        for call in ({}, {"function": {}}, {"id": "a", "type": "function", "function": {"name": None}})
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url", "required, but missing"),
     ({"messages": [{"role": "user", "content": [{"type": "drawing"}]}]}, "messages[0].content[0].type", "'drawing' is not supported"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "required, but missing"),
@@ -133,14 +157,20 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
         for name in ("messages", "tools", "add_generation_prompt", "bos_token", "strftime_now")
     ),
     # tools
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be 'function', as this server runs no tools itself, got 'web_search'"),
+    ({"tools": [{"type": "functoin", "function": {"name": "f"}}]}, "tools[0].type", "must be 'function', as this server runs no tools itself, got 'functoin'"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "must be 'function'"),
+    ({"tools": [{"name": "f"}]}, "tools[0].type", "required, but missing"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "runs no tools itself, got 'web_search'"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools of type 'function'"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required, but missing"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "1 to 256"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters", "must be an object"),
     ({"tools": [WEATHER] * 600}, "tools", "at most 512 are allowed, got 600"),
     ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice", "must be one of none, auto, required"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "function"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "mode 'auto' or 'required'"),
+    ({"tools": [WEATHER], "tool_choice": allowed("auto", "x")}, "tool_choice", "must be one of 'weather', got 'x'"),
+    ({"tools": [WEATHER], "tool_choice": allowed("required")}, "tool_choice", "needs tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "must be one of 'weather', got 'x'"),
     ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "required calls contradict response_format"),
     # formats
@@ -265,7 +295,9 @@ def test_the_values_of_an_enum_are_named() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"temperature": 0.0, "top_p": 1.0, "n": 8, "top_k": -1, "max_tokens": 1},
+        {"tools": [WEATHER, {"type": "web_search"}], "tool_choice": allowed("required", "weather")},
+        {"prediction": {"type": "content", "content": "hi"}, "verbosity": "high"},
+        {"temperature": 0.0, "top_p": 0.0, "n": 8, "top_k": -1, "max_tokens": 1},
         {"temperature": 2.0, "max_tokens": 3, "max_completion_tokens": 3, "logprobs": False, "top_logprobs": 0},
         {"logit_bias": {}, "tools": [], "tool_choice": "auto", "functions": [{"name": "f"}], "function_call": "none"},
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "verbosity": "medium"},
@@ -321,6 +353,9 @@ def named(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         ("rid", "r-1"),
         ("best_of", 1),
         ("typical_p", 1.0),
+        ("client_metadata", {"x-codex-installation-id": "8f"}),
+        ("context_management", [{"type": "compaction", "compact_threshold": 1000}]),
+        ("prompt_cache_options", {"ttl": "1h"}),
     ],
 )
 def test_an_unknown_field_without_effect_is_taken_and_named(named: set[str], field: str, value: Any) -> None:

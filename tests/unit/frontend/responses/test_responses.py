@@ -5,6 +5,7 @@ import random
 import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,16 @@ from penstock.core.errors import RequestError
 from penstock.frontend.anthropic.translate import parse_messages
 from penstock.frontend.openai.bodies import ChatRequest, Message
 from penstock.frontend.openai.dialect import ParsedBody
-from penstock.frontend.responses.store import ENTRY_BYTES, ResponseStore, stored_messages, with_answer
-from penstock.frontend.responses.translate import parse_responses
+from penstock.frontend.openai.tools import offered_tools
+from penstock.frontend.responses.store import (
+    ENTRY_BYTES,
+    ResponseStore,
+    SharedResponses,
+    kept_bytes,
+    kept_response,
+    stored_messages,
+)
+from penstock.frontend.responses.translate import check_responses, parse_responses
 from penstock.frontend.responses.truncation import RENDERS_MAX, answer_room, fitting_messages
 
 EXTENSIONS = {
@@ -99,7 +108,7 @@ def contents(parsed: ParsedBody) -> list[object]:
 def test_a_conversation_goes_between_instructions_and_input() -> None:
     kept = stored_messages(body("rule", "one", instructions=1), b"")
     assert kept is not None
-    kept = with_answer(kept, Message(role="assistant", content="two"))
+    kept = kept_response(kept_bytes(kept, Message(role="assistant", content="two"), b"{}")).messages
     later = body("other rule", "three", instructions=1)
     again = stored_messages(later, kept)
     assert contents(later) == ["other rule", "one", "two", "three"]
@@ -174,6 +183,173 @@ def test_many_tiny_conversations_take_no_more_memory_than_the_bound() -> None:
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert bytes_max / 2 < taken < bytes_max * 1.5
+
+
+def test_processes_of_one_port_find_each_others_answers(tmp_path: Path) -> None:
+    first, second = (
+        ResponseStore(25 + 2 * ENTRY_BYTES, SharedResponses(tmp_path, name)) for name in ("one", "two")
+    )
+    first.put("a", "r1", b"1")
+    second.put("a", "r2", b"2")
+    assert [store.get("a", name) for store in (first, second) for name in ("r1", "r2")] == [b"1", b"2"] * 2
+    with pytest.raises(RequestError):
+        second.get("b", "r1")
+    second.delete("a", "r1")
+    for store in (first, second):
+        for gone in (store.get, store.delete):
+            with pytest.raises(RequestError) as caught:
+                gone("a", "r1")
+            assert caught.value.http_status == 404
+    for number in range(3, 9):
+        first.put("a", f"r{number}", bytes(10))
+    assert second.get("a", "r8") == bytes(10)
+    with pytest.raises(RequestError):
+        second.get("a", "r3")  # the first one had no room for it any longer
+    SharedResponses(tmp_path, "one")
+    with pytest.raises(RequestError):
+        second.get("a", "r8")  # the process has ended, and another one began
+
+
+def said_by(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    """Give the messages of an input as (role, what it holds)."""
+    request = parse_responses(json.dumps({"model": "m", "input": items} | fields).encode()).request
+    assert isinstance(request, ChatRequest)
+    kept = []
+    for message in request.messages:
+        calls = [
+            (call["function"]["name"], call["function"]["arguments"]) for call in message.tool_calls or ()
+        ]
+        said = {"content": message.content, "reasoning": message.reasoning_content, "calls": calls}
+        kept.append({"role": message.role} | {key: value for key, value in said.items() if value})
+    return kept
+
+
+def item(kind: str, call_id: str = "c1", **fields: Any) -> dict[str, Any]:
+    return {"type": kind, "call_id": call_id} | fields
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def test_reasoning_goes_with_what_it_precedes() -> None:
+    call = [item("function_call", f"c{number}", name=f"f{number}", arguments="{}") for number in range(3)]
+    result = [item("function_call_output", f"c{number}", output=f"o{number}") for number in range(3)]
+    answer = {"role": "assistant", "content": "I look."}
+    assert said_by(USER, thought("a"), answer, call[0], thought("b"), call[1], call[2], *result, thought("c"), USER) == [
+        USER,
+        answer | {"reasoning": "a", "calls": [("f0", "{}")]},
+        {"role": "tool", "content": "o0"},
+        {"role": "assistant", "reasoning": "b", "calls": [("f1", "{}"), ("f2", "{}")]},
+        {"role": "tool", "content": "o1"},
+        {"role": "tool", "content": "o2"},
+        USER,
+    ]  # fmt: skip
+    told = {
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": "short"}],
+        "encrypted_content": "x",
+    }
+    assert said_by(USER, told, call[0])[1] == {
+        "role": "assistant",
+        "reasoning": "short",
+        "calls": [("f0", "{}")],
+    }
+
+
+@pytest.mark.parametrize(
+    ("items", "call", "result"),
+    [
+        ([item("custom_tool_call", name="patch", input="*** Begin"), item("custom_tool_call_output", output="done")],
+         ("patch", '{"input":"*** Begin"}'), "done"),
+        ([item("function_call", name="read", namespace="mcp__fs__", arguments='{"a":1}'), item("function_call_output", output="x")],
+         ("mcp__fs__read", '{"a":1}'), "x"),
+        ([item("local_shell_call", action={"type": "exec", "command": ["ls"]}), item("function_call_output", output="a b")],
+         ("local_shell", '{"type":"exec","command":["ls"]}'), "a b"),
+        ([item("shell_call", action={"commands": ["ls"]}), item("shell_call_output", output=[{"stdout": "a", "stderr": ""}])],
+         ("shell", '{"commands":["ls"]}'), '[{"stdout":"a","stderr":""}]'),
+        ([item("tool_search_call", execution="client", arguments={"query": "x"}), item("tool_search_output", tools=[])],
+         ("tool_search", '{"query":"x"}'), "[]"),
+        ([item("function_call", name="see", arguments=""), item("function_call_output", output=[{"type": "input_text", "text": "t"}])],
+         ("see", ""), "t"),
+    ],
+)  # fmt: skip
+def test_calls_of_every_kind_are_told(
+    items: list[dict[str, Any]], call: tuple[str, str], result: str
+) -> None:
+    left_out = [
+        {"type": "web_search_call", "id": "ws_1", "action": {}},
+        {"type": "compaction", "encrypted_content": "x"},
+    ]
+    assert said_by(USER, *left_out, *items) == [
+        USER,
+        {"role": "assistant", "calls": [call]},
+        {"role": "tool", "content": result},
+    ]
+
+
+def test_tools_of_every_kind_are_functions_or_left_out() -> None:
+    function = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}
+    found = function | {"name": "found"}
+    tools = [
+        {"type": "web_search", "external_web_access": True},
+        function,
+        {"type": "custom", "name": "patch", "description": "Edit", "format": grammar},
+        {
+            "type": "namespace",
+            "name": "mcp__fs__",
+            "description": "d",
+            "tools": [function | {"name": "read"}],
+        },
+        {"type": "tool_search", "execution": "client", "description": "d", "parameters": {"type": "object"}},
+        {"type": "image_generation", "output_format": "png"},
+    ]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [
+        {"type": "custom", "name": "patch"}, {"type": "function", "name": "read", "namespace": "mcp__fs__"}, {"type": "web_search"},
+    ]}  # fmt: skip
+    fields = {"model": "m", "tools": tools, "input": [USER, item("tool_search_output", tools=[found, found])]}
+    every = parse_responses(json.dumps(fields).encode())
+    check_responses(every, 1)
+    names = ["f", "patch", "mcp__fs__read", "tool_search", "found"]
+    assert [tool["function"]["name"] for tool in offered_tools(every.request)] == names
+    told = offered_tools(every.request)[1]["function"]["parameters"]["properties"]["input"]
+    assert told["type"] == "string"
+    assert "start: WORD" in told["description"]
+    some = parse_responses(json.dumps(fields | {"tool_choice": choice}).encode())
+    check_responses(some, 1)
+    assert [tool["function"]["name"] for tool in offered_tools(some.request)] == names[1:3]
+    assert some.response is not None
+    assert (json.loads(some.response.tools), json.loads(some.response.tool_choice)) == (tools, choice)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "functoin", "name": "f", "parameters": {}}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
+            "tools[0].tools[0].name",
+        ),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
+        ({"conversation": "conv_1"}, "conversation"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    def read() -> None:
+        parsed = parse_responses(json.dumps({"model": "m", "input": "hi"} | fields).encode())
+        with parsed.fields:
+            check_responses(parsed, 1)
+
+    with pytest.raises(RequestError) as caught:
+        read()
+    assert (caught.value.param, caught.value.message[: len(param)]) == (param, param)
 
 
 FIXED, OVERHEAD = 7, 4

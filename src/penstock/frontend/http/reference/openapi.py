@@ -14,7 +14,7 @@ from penstock.frontend.embeddings.bodies import EmbeddingsAnswer, EmbeddingsRequ
 from penstock.frontend.errors import ErrorAnswer
 from penstock.frontend.openai.answers import Answer, ChatChoice, CompletionChoice, ModelEntry, ModelList
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest
-from penstock.frontend.responses.bodies import ResponsesRequest
+from penstock.frontend.responses.bodies import DeletedResponse, ResponsesRequest
 from penstock.frontend.tokens.bodies import (
     Detokenized,
     DetokenizeRequest,
@@ -55,6 +55,8 @@ _OPERATIONS = (
     _Operation("post", "/v1/chat/completions", "Answer a chat, whole or streamed", Answer[ChatChoice], ChatRequest, streams=True),
     _Operation("post", "/v1/completions", "Continue a prompt, whole or streamed", Answer[CompletionChoice], CompletionRequest, streams=True),
     _Operation("post", "/v1/responses", "Answer by the Responses API, whole or streamed", dict[str, Any], ResponsesRequest, streams=True),
+    _Operation("get", "/v1/responses/{id}", "Give a kept answer", dict[str, Any]),
+    _Operation("delete", "/v1/responses/{id}", "Delete a kept answer", DeletedResponse),
     _Operation("post", "/v1/messages", "Answer by Anthropic's API, whole or streamed", dict[str, Any], MessagesRequest, error=MessagesError, streams=True),
     _Operation("post", "/v1/messages/count_tokens", "Count the tokens of a prompt of Anthropic's API", dict[str, int], CountRequest, error=MessagesError),
     _Operation("post", "/v1/embeddings", "Give the embeddings of texts or tokens", EmbeddingsAnswer, EmbeddingsRequest),
