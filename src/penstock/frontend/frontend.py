@@ -37,7 +37,7 @@ from penstock.frontend.openai.dialect import (
 )
 from penstock.frontend.openai.events import Envelope
 from penstock.frontend.requests.completion import Completion
-from penstock.frontend.requests.dialects import CHAT, EMBEDDINGS, TOKENIZE
+from penstock.frontend.requests.dialects import CHAT, EMBEDDINGS, RESPONSES, TOKENIZE
 from penstock.frontend.requests.encoders import LARGE_BYTES, Encoders
 from penstock.frontend.requests.encoding import Prompt, encoding_of
 from penstock.frontend.requests.media import PromptMedia
@@ -52,6 +52,7 @@ from penstock.frontend.responses.store import (
     kept_bytes,
     kept_response,
     stored_messages,
+    with_items,
 )
 from penstock.frontend.tenants.tenants import ANONYMOUS, BELIEVED, Tenant
 from penstock.frontend.text.models import ModelCache, ServedModel
@@ -311,6 +312,8 @@ class Frontend:
                 return await self.served_model(None)
             return await self._models.get(name, options.cache_salt)
 
+        if dialect is RESPONSES:
+            body = (with_items(b"".join(body), lambda name: self._responses.get(options.tenant, name)),)
         if size_bytes > LARGE_BYTES:
             encoded = await self._encoders.encode(
                 body, dialect=dialect.name, model_of=model_of, history=history

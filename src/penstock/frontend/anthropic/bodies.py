@@ -29,6 +29,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     name: str = ""
     input: dict[str, Any] | None = None
     tool_use_id: str = ""
+    tool_name: str = ""  # of a tool_reference
     content: "str | list[ContentBlock] | None" = None
     is_error: bool | None = None
 

@@ -21,6 +21,7 @@ from penstock.frontend.anthropic.bodies import (
 from penstock.frontend.client_fields import ClientFields, Origin
 from penstock.frontend.openai.bodies import ChatRequest, Message, parse_body
 from penstock.frontend.openai.dialect import ParsedBody, names_of
+from penstock.frontend.openai.lenient import name_once
 from penstock.frontend.openai.media import ContentPart, MediaUrl
 from penstock.frontend.openai.validation import check_chat
 
@@ -34,6 +35,10 @@ _NAMES = {
     "tool_choice": "tool_choice",
 }
 _ROLES = ("user", "assistant", "system")
+_OF_OTHERS = frozenset(
+    {"redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback"}
+)
+"""Blocks of what another server did, or can alone read; so are all results of tools but `tool_result`. They are left out."""
 _ERROR = "Error: "
 """Before the result of a tool that failed."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -178,7 +183,9 @@ def _messages(message: AnthropicMessage, where: str) -> list[Message]:
             said.tool_calls.append({"id": block.id, "type": "function", "function": call})
         elif block.type == "thinking":
             said.reasoning_content = (said.reasoning_content or "") + block.thinking
-        elif block.type != "redacted_thinking":
+        elif block.type in _OF_OTHERS or block.type.endswith("_tool_result"):
+            name_once(f"blocks of type {block.type[:40]}")
+        else:
             parts += _parts(block, place)
     if parts or said.tool_calls or said.reasoning_content or not made:
         said.content = _joined(parts)
@@ -227,6 +234,10 @@ def _part(block: ContentBlock, where: str) -> ContentPart:
     source = block.source
     if block.type == "text":
         return ContentPart(type="text", text=block.text)
+    if block.type == "tool_reference":
+        return ContentPart(type="text", text=block.tool_name)
+    if block.type == "compaction" and isinstance(block.content, str):
+        return ContentPart(type="text", text=block.content)
     if block.type != "image" or not isinstance(source, Source) or source.type not in {"base64", "url"}:
         raise RequestError(
             f"{where}.type: {block.type[:40]!r} is not supported; send text, image (base64 or url), document (text or"

@@ -39,22 +39,23 @@ def body_error(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> Req
         return _content_error(str(error), body, kind)
     if isinstance(error, RecursionError):
         return nested_too_deeply()
-    return RequestError(f"the body {_fault(error, body)}")
+    fault, fix = _fault(error, body)
+    return RequestError(f"the body {fault}; {fix}")
 
 
-def _fault(error: Exception, body: bytes) -> str:
-    """Say why bytes are no JSON: the decoder's own error does not tell one fault from another in all versions of msgspec."""
+def _fault(error: Exception, body: bytes) -> tuple[str, str]:
+    """Give why bytes are no JSON, and the fix: the decoder's own error does not tell one fault from another in all versions of msgspec."""
     if not body:
-        return "is empty; expected a JSON object"
+        return "is empty", "expected a JSON object"
     try:
         body.decode()
     except UnicodeDecodeError as undecodable:
-        return f"is not valid UTF-8: {undecodable.reason}; send JSON encoded as UTF-8"
+        return f"is not valid UTF-8: {undecodable.reason}", "send JSON encoded as UTF-8"
     if body.startswith(codecs.BOM_UTF8):
-        return "begins with a byte order mark; send UTF-8 without one"
+        return "begins with a byte order mark", "send UTF-8 without one"
     if without_half_pairs(body) != body:
-        return "has half of a surrogate pair, such as \\ud83d without what follows; send whole characters"
-    return f"is not valid JSON: {error}"
+        return "has half of a surrogate pair, such as \\ud83d without what follows", "send whole characters"
+    return f"is not valid JSON: {error}", "send a JSON object"
 
 
 def without_half_pairs(body: bytes) -> bytes:

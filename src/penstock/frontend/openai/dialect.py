@@ -49,6 +49,7 @@ class ResponseFields(Wire, frozen=True):
         tools: a JSON array.
         tool_choice: JSON.
         client_tools: by their functions' names.
+        seals: give reasoning as an opaque text too.
     """
 
     previous: str | None = None
@@ -64,6 +65,7 @@ class ResponseFields(Wire, frozen=True):
     tools: bytes = b"[]"
     tool_choice: bytes = b'"auto"'
     client_tools: dict[str, ClientTool] = msgspec.field(default_factory=dict)
+    seals: bool = False
 
 
 class ParsedBody(msgspec.Struct, frozen=True):

@@ -9,6 +9,8 @@ from penstock.frontend.openai.bodies import SamplingExtensions
 
 LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that asks for log-probabilities."""
+ENCRYPTED = "reasoning.encrypted_content"
+"""Value of `include` that asks for reasoning as one opaque text, which is all that some clients send back of it."""
 
 
 class InputPart(msgspec.Struct, kw_only=True):
@@ -34,6 +36,7 @@ class InputItem(msgspec.Struct, kw_only=True):
     input: str = ""
     output: Any = None
     summary: list[InputPart] | None = None  # of reasoning
+    encrypted_content: str | None = None  # of reasoning
     action: Any = None  # of local_shell_call, shell_call and computer_call
     operation: Any = None  # of apply_patch_call
     tools: list[dict[str, Any]] | None = None  # of tool_search_output and additional_tools
@@ -76,7 +79,7 @@ class ResponsesRequest(SamplingExtensions, kw_only=True):
     text: TextOptions | None = None
     truncation: str | None = None
     top_logprobs: int | None = None
-    include: Any = None  # `LOGPROBS` has an effect, nothing else
+    include: Any = None  # `LOGPROBS` and `ENCRYPTED` have an effect, nothing else
     # Accepted, no effect but that the answer repeats them.
     metadata: dict[str, Any] | None = None
     user: str | None = None

@@ -12,6 +12,7 @@ from penstock.frontend.openai.answers import TokenEntry, Usage, encode
 from penstock.frontend.openai.bodies import ChatRequest, Message
 from penstock.frontend.openai.dialect import AnswerContext, ClientTool, Dialect
 from penstock.frontend.openai.events import token_entry
+from penstock.frontend.responses.items import sealed
 from penstock.frontend.responses.tools import INPUT
 from penstock.frontend.responses.translate import check_responses, parse_responses
 from penstock.frontend.text.blocks import Block, Blocks, Kind, Step
@@ -218,7 +219,9 @@ def _item(context: AnswerContext, block: Block, status: str) -> dict[str, Any]:
             return item | {"input": _input(block.text)}
         return item | {"arguments": block.text}
     if block.kind is Kind.REASONING:
-        return item | {"type": "reasoning", "summary": [], "content": [_part(context, block)]}
+        item |= {"type": "reasoning", "summary": [], "content": [_part(context, block)]}
+        assert context.response is not None, "of this dialect"
+        return item | ({"encrypted_content": sealed(block.text)} if context.response.seals else {})
     return item | {"type": "message", "role": "assistant", "content": [_part(context, block)]}
 
 

@@ -1,5 +1,6 @@
 """Items of a Responses input as messages of a chat."""
 
+import base64
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from penstock.frontend.openai.media import ContentPart, MediaUrl
 from penstock.frontend.responses.bodies import InputItem, InputPart
 from penstock.frontend.responses.tools import INPUT, function_name
 
+_SEAL = "penstock:"
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _OF_OTHERS = frozenset(
     {
@@ -130,11 +132,27 @@ class Conversation:
         self._reasoning = ""
 
 
+def sealed(thought: str) -> str:
+    """Give reasoning as an opaque text, which `unsealed` reads; nothing is secret in it, as its item has the same in words."""
+    return _SEAL + base64.b64encode(thought.encode()).decode()
+
+
+def unsealed(text: str) -> str:
+    """Give the reasoning of an opaque text; empty for one of another server."""
+    if not text.startswith(_SEAL):
+        return ""
+    try:
+        return base64.b64decode(text.removeprefix(_SEAL)).decode()
+    except ValueError:
+        return ""
+
+
 def _thought(item: InputItem) -> str:
     """Give the text of a reasoning item, or else its summary. What another server has encrypted cannot be read."""
     if isinstance(item.content, str):
         return item.content
-    thought = "".join(part.text for part in item.content or item.summary or ())
+    thought = "".join(part.text for part in item.content or ()) or unsealed(item.encrypted_content or "")
+    thought = thought or "".join(part.text for part in item.summary or ())
     if not thought:
         name_once("reasoning items without text")
     return thought

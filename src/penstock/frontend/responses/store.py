@@ -2,10 +2,12 @@
 
 import hashlib
 import heapq
+import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,6 +24,8 @@ _STALE = 64
 """Stale entries of the heap that are left in it, beside one a tenant."""
 _decode = msgspec.msgpack.Decoder(list[Message]).decode
 _encode = msgspec.msgpack.Encoder().encode
+_REFERENCE = b"item_reference"
+_ITEM_ID = re.compile("[a-z]+_([0-9a-f]{24})[0-9]+")
 _log = get_logger()
 
 
@@ -234,6 +238,47 @@ class ResponseStore:
         for kept in self._of.values():
             assert kept.messages
             assert kept.size_bytes == sum(len(each) + ENTRY_BYTES for each in kept.messages.values())
+
+
+def with_items(body: bytes, response: Callable[[str], bytes]) -> bytes:
+    """Put items of kept answers in the place of references to them.
+
+    Args:
+        body: of `/v1/responses`.
+        response: gives what is kept of an answer by its id; raises RequestError.
+
+    Raises:
+        RequestError: no kept answer has an item that is referred to (404).
+    """
+    try:
+        fields = msgspec.json.decode(body) if _REFERENCE in body else None
+    except (ValueError, RecursionError):  # told by whoever decodes it
+        return body
+    given = fields.get("input") if isinstance(fields, dict) else None
+    if not isinstance(given, list):
+        return body
+    for index, item in enumerate(given):
+        if isinstance(item, dict) and item.get("type") == _REFERENCE.decode():
+            given[index] = _item(str(item.get("id")), f"input[{index}].id", response)
+    return msgspec.json.encode(fields)
+
+
+def _item(item_id: str, param: str, response: Callable[[str], bytes]) -> dict[str, Any]:
+    """Give an item of a kept answer, whose id begins with the answer's."""
+    found = _ITEM_ID.fullmatch(item_id)
+    try:
+        kept = kept_response(response(f"resp_{found[1]}")) if found is not None else None
+    except RequestError:
+        kept = None
+    items = [] if kept is None else msgspec.json.decode(kept.response)["output"]
+    for item in items:
+        if item["id"] == item_id:
+            return dict(item)
+    raise RequestError(
+        f"{param}: no kept answer has an item {item_id[:80]!r}; send the item itself",
+        param=param,
+        http_status=404,
+    )
 
 
 def stored_messages(parsed: ParsedBody, history: bytes) -> bytes | None:

@@ -10,7 +10,13 @@ from penstock.frontend.openai.agents import take_peer_fields
 from penstock.frontend.openai.bodies import ChatRequest, Message, parse_body
 from penstock.frontend.openai.dialect import ClientTool, ParsedBody, ResponseFields, names_of
 from penstock.frontend.openai.validation import check_chat
-from penstock.frontend.responses.bodies import LOGPROBS, ResponsesRequest, TextFormat, decode_responses
+from penstock.frontend.responses.bodies import (
+    ENCRYPTED,
+    LOGPROBS,
+    ResponsesRequest,
+    TextFormat,
+    decode_responses,
+)
 from penstock.frontend.responses.items import Conversation
 from penstock.frontend.responses.tools import Tools
 
@@ -95,6 +101,7 @@ def _repeated(given: ResponsesRequest, client_tools: dict[str, ClientTool]) -> R
         tools=msgspec.json.encode(given.tools or []),
         tool_choice=msgspec.json.encode(given.tool_choice or "auto"),
         client_tools=client_tools,
+        seals=isinstance(given.include, list) and ENCRYPTED in given.include,
     )
 
 

@@ -66,6 +66,14 @@ async def test_reasoning_and_calls_are_items_and_the_talk_goes_on_by_id(stream: 
             json.loads(PARIS),
         )
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        told = [{"type": "item_reference", "id": item.id} for item in answer.output[:3]]
+        await api.create(model="tiny", input=[*told, result], tools=TOOLS, store=False)
+        assert "<think>hm\n</think>" in prompt_of(site)
+        assert prompt_of(site).count("<tool_call>") == 1
+        again = await api.create(**asked | {"stream": False}, include=["reasoning.encrypted_content"])
+        kept = {"type": "reasoning", "summary": [], "encrypted_content": again.output[0].encrypted_content}
+        await api.create(model="tiny", input=[kept, again.output[2].model_dump(), result], store=False)
+        assert "<think>hm\n</think>" in prompt_of(site)
         later = await api.create(
             model="tiny", input=[result], tools=TOOLS, previous_response_id=answer.id, instructions="be brief"
         )

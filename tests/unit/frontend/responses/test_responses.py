@@ -336,7 +336,6 @@ def test_tools_of_every_kind_are_functions_or_left_out() -> None:
             "tools[0].tools[0].name",
         ),
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"conversation": "conv_1"}, "conversation"),
     ],
