@@ -37,13 +37,14 @@ from penstock.frontend.openai.dialect import (
 )
 from penstock.frontend.openai.events import Envelope
 from penstock.frontend.requests.completion import Completion
-from penstock.frontend.requests.dialects import CHAT, EMBEDDINGS, RESPONSES, TOKENIZE
+from penstock.frontend.requests.dialects import CHAT, EMBEDDINGS, TOKENIZE
 from penstock.frontend.requests.encoders import LARGE_BYTES, Encoders
 from penstock.frontend.requests.encoding import Prompt, encoding_of
 from penstock.frontend.requests.media import PromptMedia
 from penstock.frontend.requests.next_turns import NextTurns
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
 from penstock.frontend.requests.prompt_head import ChangingHeads
+from penstock.frontend.responses.events import RESPONSES
 from penstock.frontend.responses.store import (
     KeptResponse,
     ResponseStore,

@@ -35,12 +35,16 @@ class FrontendConnection:
         self.writer.write(head.encode() + body)
         await self.writer.drain()
 
-    async def workers(self) -> tuple[int, dict[str, dict]]:
-        """Give the process that answers, and the workers as it sees them."""
-        await self.ask("GET", "/admin/workers")
+    async def answer(self, method: str, path: str, **fields: object) -> tuple[int, dict]:
+        """Ask, and give the status and the body."""
+        await self.ask(method, path, json.dumps(fields).encode() if fields else b"")
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
         length = int(head.partition("content-length: ")[2].split()[0])
-        answer = json.loads(await self.reader.readexactly(length))
+        return int(head.split()[1]), json.loads(await self.reader.readexactly(length))
+
+    async def workers(self) -> tuple[int, dict[str, dict]]:
+        """Give the process that answers, and the workers as it sees them."""
+        _, answer = await self.answer("GET", "/admin/workers")
         return answer["pid"], {worker["name"]: worker for worker in answer["workers"]}
 
     async def begin(self, prompt: str) -> None:
@@ -111,6 +115,22 @@ def test_a_frontend_sees_its_peers_requests_and_they_go_with_its_peer(deploy):
         pids = site.deployment.pids().values()
         assert mine in pids
         assert theirs not in pids
+
+    deploy(scenario, workers=2, frontends=2)
+
+
+def test_an_answer_of_one_process_is_gone_on_with_given_and_deleted_by_the_other(deploy):
+    async def scenario(site):
+        first, second = (await connections(site)).values()
+        said = {"model": "penstock-demo", "input": "hi", "max_output_tokens": 4}
+        _, kept = await first.answer("POST", "/v1/responses", **said)
+        path = f"/v1/responses/{kept['id']}"
+        status, later = await second.answer("POST", "/v1/responses", **said, previous_response_id=kept["id"])
+        assert (status, later["usage"]["input_tokens"] > kept["usage"]["input_tokens"]) == (200, True)
+        assert (await second.answer("GET", path))[1] == kept
+        assert (await second.answer("DELETE", path))[1]["deleted"] is True
+        for connection in (first, second):
+            assert (await connection.answer("GET", path))[0] == 404
 
     deploy(scenario, workers=2, frontends=2)
 

@@ -196,20 +196,21 @@ def check_tool(tool: dict[str, Any], where: str) -> None:
     kind, function = tool.get("type"), tool.get("function")
     if not _is_function(tool):
         if not isinstance(kind, str) or _EXPECT_CALLS & tool.keys():
-            raise _wrong(f"{where}.type", kind, "'function', as this server runs no tools itself")
+            raise wrong(f"{where}.type", kind, "'function', as this server runs no tools itself")
         name_once(f"tools of type {kind[:40]}")
         return
     if not isinstance(function, dict):
-        raise _wrong(f"{where}.function", function, "an object with the function's name and parameters")
+        raise wrong(f"{where}.function", function, "an object with the function's name and parameters")
     name, parameters = function.get("name"), function.get("parameters") or {}
     if not isinstance(name, str) or not 1 <= len(name) <= NAME_CHARACTERS_MAX:
-        raise _wrong(f"{where}.function.name", name, f"a string of 1 to {NAME_CHARACTERS_MAX} characters")
+        raise wrong(f"{where}.function.name", name, f"a string of 1 to {NAME_CHARACTERS_MAX} characters")
     if not isinstance(parameters, dict):
         expected = "an object, the JSON schema of the arguments"
-        raise _wrong(f"{where}.function.parameters", parameters, expected)
+        raise wrong(f"{where}.function.parameters", parameters, expected)
 
 
-def _wrong(param: str, value: Any, expected: str) -> RequestError:
+def wrong(param: str, value: Any, expected: str) -> RequestError:
+    """Make the error for a field that is missing, or has a wrong value."""
     if value is None:
         return RequestError(f"{param}: required, but missing; it must be {expected}", param=param)
     return RequestError(f"{param}: must be {expected}, got {repr(value)[:40]}", param=param)

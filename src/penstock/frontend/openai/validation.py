@@ -18,7 +18,7 @@ from penstock.frontend.openai.bodies import (
 )
 from penstock.frontend.openai.lenient import name_once
 from penstock.frontend.openai.media import check_part
-from penstock.frontend.openai.tools import check_tools
+from penstock.frontend.openai.tools import check_tools, wrong
 from penstock.frontend.text.template import RESERVED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -289,9 +289,10 @@ def _check_message(message: Message, path: str) -> None:
         raise RequestError(f"{path}.content: required, but missing", param=f"{path}.content")
     for index, call in enumerate(message.tool_calls or ()):
         function = call.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
             where = f"{path}.tool_calls[{index}].function.name"
-            raise RequestError(f"{where}: must be the name of the function that was called", param=where)
+            raise wrong(where, name, "the name of the function that was called")
     if not isinstance(message.content, list):
         return
     for index, part in enumerate(message.content):

@@ -6,7 +6,7 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.frontend.openai.dialect import ClientTool
-from penstock.frontend.openai.tools import check_tool
+from penstock.frontend.openai.tools import check_tool, wrong
 
 INPUT = "input"
 """The one parameter of the function that stands for a custom tool."""
@@ -86,9 +86,9 @@ class Tools:
     def _add_namespace(self, tool: dict[str, Any], where: str) -> None:
         namespace, tools = tool.get("name"), tool.get("tools")
         if not isinstance(namespace, str) or not namespace:
-            raise RequestError(f"{where}.name: must be the name of a namespace", param=f"{where}.name")
+            raise wrong(f"{where}.name", namespace, "the name of a namespace")
         if not isinstance(tools, list):
-            raise RequestError(f"{where}.tools: must be a list of tools", param=f"{where}.tools")
+            raise wrong(f"{where}.tools", tools, "a list of tools")
         for index, inner in enumerate(tools):
             place = f"{where}.tools[{index}]"
             kind = inner.get("type") if isinstance(inner, dict) else None
@@ -98,10 +98,7 @@ class Tools:
                 client = ClientTool(kind="function_call", name=str(inner.get("name")), namespace=namespace)
                 self._add_function(inner, place, client)
             else:
-                raise RequestError(
-                    f"{place}.type: must be 'function' or 'custom', got {str(kind)[:40]!r}",
-                    param=f"{place}.type",
-                )
+                raise wrong(f"{place}.type", kind, "'function' or 'custom'")
 
     def _add_function(self, tool: dict[str, Any], where: str, client: ClientTool | None = None) -> None:
         function = {key: value for key, value in tool.items() if key in _OF_KEYS and value is not None}
