@@ -131,6 +131,7 @@ def test_an_answer_of_one_process_is_gone_on_with_given_and_deleted_by_the_other
         assert (await second.answer("DELETE", path))[1]["deleted"] is True
         for connection in (first, second):
             assert (await connection.answer("GET", path))[0] == 404
+            connection.close()
 
     deploy(scenario, workers=2, frontends=2)
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.core.errors import RequestError
+from penstock.core.json_text import encode_json
 from penstock.core.types.requests import (
     KV_PRIORITY_MAX,
     KV_PRIORITY_MIN,
@@ -176,7 +177,7 @@ def annotations_of(request: AgentRequest) -> frozenset[str]:
 
 def annotation_event(name: str, value: object) -> bytes:
     """Encode an annotation as Dynamo does: an event of its name without data, whose comment is the value as JSON."""
-    return b"event: %b\n: %b\n\n" % (name.encode(), msgspec.json.encode(value))
+    return b"event: %b\n: %b\n\n" % (name.encode(), encode_json(value))
 
 
 def _session(request: AgentRequest, peer: PeerBody) -> tuple[str | None, SessionControl | None]:

@@ -160,7 +160,7 @@ def names_of(request: GenerationRequest) -> dict[str, str]:
             del names["max_tokens"]
         choice = request.tool_choice
         kind = choice.get("type") if isinstance(choice, dict) else choice
-        if request.tools and kind in {"required", "function"}:
+        if request.tools and isinstance(kind, str) and kind in {"required", "function"}:
             names["response_format"] = "tools"
     elif isinstance(request, CompletionRequest) and request.echo and request.prompt_logprobs is None:
         names["prompt_logprobs"] = "logprobs"

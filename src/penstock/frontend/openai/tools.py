@@ -103,7 +103,8 @@ def _mode(request: ChatRequest) -> str | None:
     if not isinstance(allowed, dict):
         allowed = {}
     mode = allowed.get("mode")
-    if mode not in {"auto", "required"} or not isinstance(allowed.get("tools"), list):
+    is_mode = isinstance(mode, str) and mode in {"auto", "required"}
+    if not is_mode or not isinstance(allowed.get("tools"), list):
         raise RequestError(
             "tool_choice.allowed_tools: must be an object with mode 'auto' or 'required', and a list of tools",
             param="tool_choice",

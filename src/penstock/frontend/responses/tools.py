@@ -62,7 +62,7 @@ class Tools:
 
     def _named(self, choice: dict[str, Any]) -> dict[str, Any]:
         kind, name = choice.get("type"), choice.get("name")
-        if kind not in {"function", "custom"}:
+        if not isinstance(kind, str) or kind not in {"function", "custom"}:
             return {"type": kind}
         if isinstance(name, str) and isinstance(namespace := choice.get("namespace"), str):
             name = function_name(namespace, name)

@@ -169,6 +169,7 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice", "must be one of none, auto, required"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "mode 'auto' or 'required'"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": []}}}, "tool_choice", "mode 'auto' or 'required'"),
     ({"tools": [WEATHER], "tool_choice": allowed("auto", "x")}, "tool_choice", "must be one of 'weather', got 'x'"),
     ({"tools": [WEATHER], "tool_choice": allowed("required")}, "tool_choice", "needs tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "must be one of 'weather', got 'x'"),
