@@ -24,8 +24,12 @@ def read(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
 def _call(source: Source, out: Output) -> Steps:
     """Read `function SEP NAME ```json ARGUMENTS ``` ` of V3, or `NAME SEP ARGUMENTS` of V3.1."""
     head: list[str] = []
-    found = yield from source.until((SEPARATOR,), head.append)
+    found = yield from source.until((SEPARATOR, *_AROUND_CALLS), head.append)
     name = "".join(head).strip()
+    if found != SEPARATOR and (found or not source.is_cut):  # it names no function
+        out.text("".join(head))
+        source.text = found + source.text
+        return
     if name == "function":
         line: list[str] = []
         found = yield from source.until(("\n",), line.append)

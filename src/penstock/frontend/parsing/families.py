@@ -49,3 +49,8 @@ def format_of(template: str) -> OutputFormat:
     if llama.PYTHON_START in template or "func_name" in template:
         return OutputFormat("pythonic", llama.read_pythonic, think, markers=llama.PYTHON_MARKERS)
     return OutputFormat("json", llama.read_json, think, markers=(llama.PYTHON_TAG, *_THINK))
+
+
+_SIGNS = (deepseek.CALL, mistral.CALLS, hermes.BEGIN, hermes.BEGIN + hermes.FUNCTION, llama.PYTHON_START, "")
+FORMATS = tuple(map(format_of, _SIGNS))
+"""Formats whose grammars are tried where a template has none's sign."""

@@ -35,7 +35,8 @@ def _read(source: Source, out: Output, schemas: Mapping[str, Any], begins: tuple
         if found == FUNCTION or (yield from source.begins_with(FUNCTION)):
             yield from _tagged(source, out, schemas)
         elif (yield from source.peek(1)) == "{":
-            yield from json_value.call(source, out)
+            while (yield from source.peek(1)) == "{" and (yield from json_value.call(source, out)):
+                yield from source.skip_space()
         elif not (yield from source.begins_with(END)):
             if not any(mark.startswith(source.text) for mark in (FUNCTION, END)):
                 out.text(found + space)  # it speaks of the mark

@@ -82,7 +82,7 @@ def arguments(source: Source, out: Output) -> Generator[None, None, bool]:
 
     missing = yield from _closed(source, emit)
     if missing:
-        if source.breaks_off() or not _is_object("".join(text) + missing):
+        if source.breaks_off() or missing.startswith('"') or not _is_object("".join(text) + missing):
             return False
         out.repair(Repair.TAG)
         out.arguments(missing)

@@ -15,7 +15,8 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.cards import ADDITIONAL_TEMPLATES, TEXT_FILES, ModelCard
 from penstock.frontend.errors import UnknownModelError
-from penstock.frontend.parsing.families import format_of
+from penstock.frontend.parsing.families import OutputFormat, format_of
+from penstock.frontend.parsing.known import UNKNOWN, known_format
 from penstock.frontend.text.detokenize import Detokenizer
 from penstock.frontend.text.length import LengthBound
 from penstock.frontend.text.template import ChatTemplates
@@ -50,7 +51,7 @@ class ServedModel:
         """Tokenizes texts, with the tokens of words cached."""
         self.templates = ChatTemplates.load(files)
         """Chat templates; None if the model has none."""
-        self.format = format_of("" if self.templates is None else self.templates.source)
+        self.format = self._format()
         """How the model writes reasoning and tool calls."""
         marked = Detokenizer(self.tokenizer, files[TOKENIZER], self.format.markers)
         self.marked_detokenizer = marked if marked.shows_more else self.detokenizer
@@ -61,6 +62,17 @@ class ServedModel:
         self.defaults = dict(card.default_sampling)
         self.num_token_ids = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def _format(self) -> OutputFormat:
+        if self.templates is None:
+            return format_of("")
+        special = self._special_tokens()
+        return known_format(format_of(self.templates.source), self.templates.tool_use.history, special)
+
+    def _special_tokens(self) -> dict[str, int]:
+        """Give the ids of the tokenizer's special tokens."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
     @property
     def has_short_call_ids(self) -> bool:
         """Whether the chat template takes only ids of calls of nine letters or digits."""
@@ -70,8 +82,7 @@ class ServedModel:
         """Give the special token with which the chat template ends an assistant's turn; None if no single one does."""
         if self.templates is None:
             return None
-        added = self.tokenizer.get_added_tokens_decoder()
-        ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        ids = self._special_tokens()
         end = self.templates.default.turn_end(ids)
         return None if end is None else ids[end]
 
@@ -168,6 +179,9 @@ class ModelCache:
         while len(self._models) > self._models_max:
             self._models.popitem(last=False)
         adapts = [] if model.templates is None else model.templates.default.rules.lacking
+        if model.format.family == UNKNOWN:
+            fix = "no grammar reads the template's tool calls: answers have them as text, and with tool_choice 'required' as calls"
+            _log.warning("tool_calls_unknown", model=card.name, shown=list(model.format.markers), effect=fix)
         _log.info("model_loaded", model=card.name, context_tokens=card.context_length, template_lacks=adapts)
         return model
 

@@ -181,6 +181,11 @@ class ChatTemplate:
         end = at + len(shown)
         return text[:end] + (kept if text.startswith(kept, end) else "")
 
+    def history(self, messages: Conversation) -> str:
+        """Render an old conversation of texts and calls; "" where the template refuses it or takes no calls."""
+        takes_calls = self.rules.calls or not any("tool_calls" in message for message in messages)
+        return self._probed(adapted(messages, self.rules), add_generation_prompt=False) if takes_calls else ""
+
     def turn_end(self, special: Iterable[str]) -> str | None:
         """Give the special token that ends an assistant's turn, whether the conversation goes on or not; None if no single one does.
 

@@ -12,9 +12,13 @@ from frontend_site import HI, IDS, TEXT, TOKENIZER, Site, serving
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
+from structlog.testing import capture_logs
+from tokenizers import Tokenizer
 
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import pack_tokens
+from tests.support.dispatcher import ScriptedDispatcher, speak
+from tests.support.tokenizer import tiny_card, tiny_tokenizer_json
 from tests.support.tool_talk import PARIS, SAID, cut, says
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -321,6 +325,24 @@ async def test_calls_out_of_their_grammar_are_mended_in_every_api(
                 assert reason in {"tool_calls", "tool_use", "completed"}
             if "hm <tool_call>" in said:
                 assert await site.metric("penstock_frontend_tool_call_repairs_total{") == 2
+
+
+async def test_a_call_of_a_grammar_that_is_not_known_is_text_with_its_marks() -> None:
+    tokenizer = Tokenizer.from_buffer(tiny_tokenizer_json())
+    tokenizer.add_special_tokens(["<|tool_call_begin|>", "<|tool_call_end|>"])
+    config = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"}
+    files = {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
+    said = 'I look.<|tool_call_begin|>functions.weather:0{"city": "Paris"}<|tool_call_end|>'
+    script = speak([*tokenizer.encode(said).ids, 0], finish=FinishReason.STOP)
+    dispatcher = ScriptedDispatcher(script, [tiny_card(files=files)], files)
+    async with serving(dispatcher=dispatcher) as site:
+        with capture_logs() as logs:
+            for stream in (False, True):
+                assert await chat(site, "auto", stream=stream) == (said, [], "stop")
+    assert [log["event"] for log in logs].count("tool_calls_unknown") == 1
 
 
 @pytest.mark.parametrize("reason", ["length", "stop"])

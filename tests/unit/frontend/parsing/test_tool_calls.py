@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.frontend.parsing.families import OutputFormat, format_of
+from penstock.frontend.parsing.known import known_format
 from penstock.frontend.parsing.parser import OutputParser, ParserPlan
 from penstock.frontend.parsing.source import Parsed
+from penstock.frontend.text.template import ChatTemplate
 
 SCHEMAS: dict[str, Any] = {
     "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -91,6 +93,9 @@ CASES: list[tuple[str, str, str, str, Calls]] = [
     ("deepseek", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>null<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n```<｜tool▁call▁end｜>", "", "", [("now", "{}")] * 2),
     ("harmony", "<|channel|>commentary to=functions.now <|message|><|call|>", "", "", [("now", "{}")]),
     ("qwen3-coder", "<tool_call><function=now></function></tool_call>", "", "", [("now", "{}")]),
+    ("hermes", '<tool_call>{"name": "now"}\n{"name": "now"}</tool_call>', "", "", [("now", "{}")] * 2),
+    ("mistral", "[TOOL_CALLS] begins a call", "", "[TOOL_CALLS] begins a call", []),
+    ("deepseek", "<｜tool▁call▁begin｜>no name<｜tool▁call▁end｜> so", "", "no name so", []),
     # what nothing announces is a call only with a declared name, and nothing but a call's keys
     ("json", '{"name": "Ann", "age": 3} is she', "", '{"name": "Ann", "age": 3} is she', []),
     ("json", '{"name": "now", "age": 3}', "", '{"name": "now", "age": 3}', []),
@@ -293,6 +298,7 @@ TAGS_CUT = "<tool_call><function=weather><parameter=city>Paris</parameter><param
         # what no mark announces is the user's, and tagged arguments that are cut are left open
         ("json", {}, True, '{"name": "Ann', ("", '{"name": "Ann', [])),
         ("hermes", {}, True, TAGS_CUT, ("", "", [("weather", '{"city": "Paris"')])),
+        ("hermes", {}, False, '<tool_call>{"name": "weather", "arguments": {"city": "Par', ("", "", [("weather", '{"city": "Par')])),
         ("hermes", {}, False, TAGS_CUT, ("", "", [("weather", '{"city": "Paris", "days": 1}')])),
     ],
 )  # fmt: skip
@@ -301,6 +307,29 @@ def test_plans_and_texts_that_are_cut(
 ) -> None:
     for texts in ([text], list(text)):
         assert read(plan(family, **options), texts, is_cut=is_cut) == read_as
+
+
+@pytest.mark.parametrize(
+    ("text", "is_cut", "cuts_call", "repairs"),
+    [
+        (f'<tool_call>{{"name": "weather", "arguments": {PARIS[:9]}', True, True, ["cut"]),
+        (f'<tool_call>{{"name": "weather", "arguments": {PARIS[:9]}', False, True, ["cut"]),
+        (f'<tool_call>{{"name": "weather", "arguments": {PARIS[:-1]}', True, True, ["cut"]),
+        (f'<tool_call>{{"name": "weather", "arguments": {PARIS[:-1]}', False, False, ["tag"]),
+        (f'<tool_call>{{"name": "weather", "arguments": {PARIS}', True, False, []),
+        ('<tool_call>{"name": "weather"', True, True, ["cut"]),
+        ('<tool_call>{"name": "weather", "arguments": nul', True, True, ["cut"]),
+        ('<tool_call>{"name": "weather", "arguments": 5}', True, False, ["arguments"]),
+        ("<think>hm<tool_call><function=now>", True, True, ["reasoning", "cut"]),
+    ],
+)
+def test_a_call_is_whole_or_cut_and_what_was_mended_is_said(
+    text: str, is_cut: bool, cuts_call: bool, repairs: list[str]
+) -> None:
+    for texts in ([text], list(text)):
+        parser = OutputParser(plan("hermes"))
+        gather([*map(parser.feed, texts), parser.finish(is_cut=is_cut)])
+        assert (parser.cuts_call, parser.repairs) == (cuts_call, repairs)
 
 
 def test_without_tools_and_reasoning_no_parser_is_needed() -> None:
@@ -364,3 +393,44 @@ def test_arguments_of_tags_are_what_any_form_of_schema_says(
     ((_, arguments),) = read(plan("qwen3-coder", tools={"f": place(schema)}), [written])[2]
     found = json.loads(arguments)["a"]
     assert (found, type(found)) == (value, type(value))
+
+
+TURNS = (
+    "{%% for m in messages %%}<|im_start|>{{ m.role }}\n{{ m.content }}{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}<|im_end|>\n"
+    "{%% endfor %%}{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
+)
+NAME, ARGUMENTS, EACH = (
+    "{{ c.function.name }}",
+    "{{ c.function.arguments | tojson }}",
+    "{% for k, v in c.function.arguments.items() %}",
+)
+WRITES = [
+    # family, how the template writes a call, special tokens in it
+    ("hermes", f'<tool_call>\n{{"name": "{NAME}", "arguments": {ARGUMENTS}}}\n</tool_call>', ()),
+    ("qwen3-coder", f"<tool_call>\n<function={NAME}>\n{EACH}<parameter={{{{ k }}}}>\n{{{{ v }}}}\n</parameter>\n{{% endfor %}}</function>\n</tool_call>", ()),
+    ("json", f'{{"name": "{NAME}", "parameters": {ARGUMENTS}}}', ()),
+    ("pythonic", f"[{NAME}({EACH}{{{{ k }}}}='{{{{ v }}}}'{{% endfor %}})]", ()),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "{NAME}", "arguments": {ARGUMENTS}}}]', ("[TOOL_CALLS]",)),
+    ("hermes", f"<tool_call>{ARGUMENTS}</tool_call>", ()),  # does not write the name
+    ("unknown", f"<tool_call>{NAME}\n{EACH}<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{{{{ v }}}}</arg_value>\n{{% endfor %}}</tool_call>", ("<tool_call>", "<arg_key>")),  # GLM
+    ("unknown", f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{NAME}:0<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>", ("<|tool_call_begin|>", "<|tool_call_end|>")),  # Kimi K2
+    ("unknown", "", ("<|tool_call_begin|>",)),  # an early template of it
+    ("unknown", f"<seed:tool_call>\n<function={NAME}>\n{EACH}<parameter={{{{ k }}}}>{{{{ v }}}}</parameter>{{% endfor %}}</function>", ()),
+    ("unknown", f'<|tool_call|>[{{"name": "{NAME}", "arguments": {ARGUMENTS}}}]', ("<|tool_call|>",)),  # Granite
+    ("json", "", ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "call", "special"), WRITES)
+def test_a_grammar_is_one_that_reads_what_the_template_writes(
+    family: str, call: str, special: tuple[str, ...]
+) -> None:
+    template = ChatTemplate(TURNS % call, {})
+    found = known_format(format_of(template.source), template.history, ["<|im_end|>", *special])
+    assert found.family == family
+    assert set(special) <= {*found.markers}
+    assert "<|im_end|>" not in found.markers
+    if family == "unknown":
+        text = f"I look.{call}"
+        for texts in ([text], list(text)):
+            assert read(plan("json", format=found), texts) == ("", text, [])
