@@ -4,14 +4,13 @@ import json
 import re
 from collections.abc import Callable, Collection, Generator
 
+from penstock.frontend.parsing.json_object import JsonObject, mended
 from penstock.frontend.parsing.source import Output, Repair, Source
-from penstock.frontend.parsing.values import python_json
 
 _ARGUMENTS = ("arguments", "parameters")
 _CALL_KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 _END_OF_SCALAR = re.compile(r"[^\w.+-]")
-_MARK = re.compile(r'\\(?:.|\Z)|["{}\[\]<]', re.DOTALL)
-_CLOSES = {"{": "}", "[": "]"}
+_MARK = re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL)
 
 
 def value(source: Source, emit: Callable[[str], None]) -> Generator[None, None, bool]:
@@ -19,7 +18,7 @@ def value(source: Source, emit: Callable[[str], None]) -> Generator[None, None, 
     if not (yield from source.peek(1)):
         return False
     if source.text[0] in '{["':
-        return not (yield from _closed(source, emit))
+        return (yield from _closed(source, emit))
     while True:
         if (end := _END_OF_SCALAR.search(source.text)) is not None:
             emit(source.take(end.start()))
@@ -30,9 +29,9 @@ def value(source: Source, emit: Callable[[str], None]) -> Generator[None, None, 
         yield
 
 
-def _closed(source: Source, emit: Callable[[str], None]) -> Generator[None, None, str]:
-    """Read a string, object or array, up to a `<` outside of its strings at most; gives what is missing at its end."""
-    missing, in_string = "", False
+def _closed(source: Source, emit: Callable[[str], None]) -> Generator[None, None, bool]:
+    """Read a string, object or array; False if it does not end."""
+    depth, in_string = 0, False
     while True:
         mark = ""
         for found in _MARK.finditer(source.text):
@@ -41,17 +40,14 @@ def _closed(source: Source, emit: Callable[[str], None]) -> Generator[None, None
                 in_string = not in_string
             elif in_string or mark.startswith("\\"):
                 continue
-            elif mark == "<":
-                emit(source.take(found.start()))
-                return missing
             else:
-                missing = _CLOSES[mark] + missing if mark in _CLOSES else missing[1:]
-            if not missing and not in_string:
+                depth += 1 if mark in "{[" else -1
+            if not depth and not in_string:
                 emit(source.take(found.end()))
-                return ""
+                return True
         if source.ended:
             emit(source.take(len(source.text)))
-            return '"' + missing if in_string else missing
+            return False
         emit(source.take(len(source.text) - (mark == "\\")))  # what it escapes is to come
         yield
 
@@ -62,30 +58,21 @@ def arguments(source: Source, out: Output) -> Generator[None, None, bool]:
     Arguments that are empty, null, or anything else than an object are `{}`.
     """
     yield from source.skip_space()
-    head = ""
     if (yield from source.peek(1)) == "{":
-        head = source.take(1) + (yield from source.skip_space())
-    following = yield from source.peek(1)
-    source.text = head + source.text
-    text: list[str] = []
-    if not head or following not in {'"', "}"}:  # no JSON object, and so known only at its end
+        reader = JsonObject(source, out.arguments)
+        is_whole = yield from reader.read()
+        if reader.is_mended:
+            out.repair(Repair.ARGUMENTS)
+        if reader.is_closed:
+            out.repair(Repair.TAG)
+        if not is_whole:
+            return False
+    else:
+        text: list[str] = []
         is_whole = yield from value(source, text.append)
         if not is_whole and source.breaks_off():
             return False
         out.arguments(_object(out, "".join(text)))
-        out.end_call()
-        return True
-
-    def emit(piece: str) -> None:
-        text.append(piece)
-        out.arguments(piece)
-
-    missing = yield from _closed(source, emit)
-    if missing:
-        if source.breaks_off() or missing.startswith('"') or not _is_object("".join(text) + missing):
-            return False
-        out.repair(Repair.TAG)
-        out.arguments(missing)
     out.end_call()
     return True
 
@@ -205,27 +192,18 @@ class _Call:
 
 
 def _object(out: Output, text: str) -> str:
-    """Give whole arguments as the text of a JSON object, also where they are one within a JSON string, or a Python one."""
-    decoded = _decoded(text)
+    """Give whole arguments as the text of a JSON object, also where they are one within a JSON string."""
+    try:
+        decoded = json.loads(text)
+    except (ValueError, RecursionError):
+        decoded = text
     if isinstance(decoded, str):
         text = decoded
-        decoded = _decoded(text)
-    if isinstance(decoded, dict):
-        return text
-    if (written := python_json(text)) is not None and written.startswith("{"):
-        return written
-    if text.strip() and decoded:  # more than null or an empty list
+    found = mended(text)
+    if found is None:
+        if decoded and text.strip() != "null":
+            out.repair(Repair.ARGUMENTS)
+        return "{}"
+    if found[1]:
         out.repair(Repair.ARGUMENTS)
-    return "{}"
-
-
-def _decoded(text: str) -> object:
-    """Decode JSON; text that is none decodes to `...`."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return ...
-
-
-def _is_object(text: str) -> bool:
-    return isinstance(_decoded(text), dict)
+    return found[0]

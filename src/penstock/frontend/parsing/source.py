@@ -15,7 +15,7 @@ class Repair(StrEnum):
     REASONING = "reasoning"
     """It began before the end of the reasoning, which it ends."""
     ARGUMENTS = "arguments"
-    """Its arguments were no JSON object; it has `{}`."""
+    """Its arguments were no valid JSON object; they are made one, `{}` where they were another value."""
     TAG = "tag"
     """A mark around it, or a bracket at its end, was missing."""
     CUT = "cut"

@@ -38,13 +38,6 @@ def typed_json(text: str, key: str, schema: Any) -> str:
     return _dumped(readings[0])
 
 
-def python_json(text: str) -> str | None:
-    """Give a Python literal as JSON; None if it is none, or one that JSON has not."""
-    for value in _python_readings(text):
-        return _dumped(value)
-    return None
-
-
 def python_value(node: ast.expr) -> Any:
     """Evaluate a literal, in which `true`, `false` and `null` are what they are in JSON.
 

@@ -310,6 +310,48 @@ def test_plans_and_texts_that_are_cut(
 
 
 @pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("{'a': 'it\\'s \"x\"', 'b': True, 'c': None}", {"a": 'it\'s "x"', "b": True, "c": None}),
+        ('{"a": "1\n2\t", "b": "\\d\\u12 \\n"}', {"a": "1\n2\t", "b": "\\d\\u12 \n"}),
+        ('{"a": [1, 2,], "b": 3,}', {"a": [1, 2], "b": 3}),
+        ('{"a": 1 "b": ["1" 2], , c: Paris,}', {"a": 1, "b": ["1", 2], "c": "Paris"}),
+        ('{"a" 1, "b":, "c"}', {"a": 1, "b": None, "c": None}),
+        ('{"a": [1}, "b": {"c": 2]}', {"a": [1], "b": {"c": 2}}),
+        ('{"a": {"b": [1, </tool_call>', {"a": {"b": [1]}}),
+        ('{"a": 01, "b": .5, "c": NaN, "d": -1.5e3}', {"a": "01", "b": ".5", "c": "NaN", "d": -1500.0}),
+    ],
+)
+def test_arguments_are_valid_json_however_they_are_written(written: str, value: Any) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+    for cut in range(len(text)):
+        ((_, arguments),) = read(plan("hermes"), [text[:cut], text[cut:]])[2]
+        assert json.loads(arguments) == value
+    ((_, arguments),) = read(
+        plan("hermes"), [f'<tool_call>{{"arguments": {json.dumps(written)}, "name": "f"}}']
+    )[2]
+    assert json.loads(arguments) == value
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+@given(
+    value=st.dictionaries(st.text(), JSON, max_size=4),
+    indent=st.sampled_from([None, 2]),
+    ascii_only=st.booleans(),
+)
+def test_valid_arguments_stay_as_they_are(value: Any, indent: int | None, ascii_only: bool) -> None:
+    written = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+    for texts in ([text], list(text)):
+        assert read(plan("hermes"), texts)[2] == [("f", written)]
+
+
+@pytest.mark.parametrize(
     ("text", "is_cut", "cuts_call", "repairs"),
     [
         (f'<tool_call>{{"name": "weather", "arguments": {PARIS[:9]}', True, True, ["cut"]),
