@@ -409,11 +409,11 @@ class Installer:
     def install(self, what: str, choice: str) -> None:
         """Install Penstock, editable, and what serving (`demo`) or tests and checks (`dev`) need."""
         self.make_venv()
-        self.check_room(*SIZES_GB[what, "cpu"])
+        self.check_room(SIZES_GB[what, "cpu"][1])
         self.install_uv()
         build, options = self.choose_torch(choice)
         gb, disk_gb = SIZES_GB[what, build]
-        self.check_room(gb, disk_gb)
+        self.check_room(disk_gb)
         self.say(
             f"Installing into {self.venv.name}: about {gb:.1f} GB to download, {disk_gb:.1f} GB on disk (torch for"
             f" {'CPUs' if build == 'cpu' else 'GPUs'}, native code {'ON' if self.native else 'OFF'})"
@@ -460,16 +460,20 @@ class Installer:
         self.say(f"Installing {', '.join(map(str, files))} into {self.venv}")
         self.uv(*options, "-r", self.written("env", with_torch(build, lines)))
 
-    def check_room(self, download_gb: float, disk_gb: float) -> None:
-        """Check for a first install that the disk has room; where uv links what it downloads, that is what is on disk."""
+    def check_room(self, disk_gb: float) -> None:
+        """Check for a first install that the disk has room, and that of uv's cache, whose files are those of .venv on the same disk."""
         if (self.venv / "requirements-build.txt").exists():
             return
-        needed_gb = disk_gb + (download_gb if self.environ.get("UV_LINK_MODE") == "copy" else 0)
-        free_gb = shutil.disk_usage(self.venv).free / 1e9
-        if free_gb < needed_gb:
-            raise InstallError(
-                f"{self.venv} needs {needed_gb:.1f} GB, and {free_gb:.1f} GB are free there; make room"
-            )
+        cache = Path(self.environ["UV_CACHE_DIR"])
+        places = [self.venv]
+        if cache.stat().st_dev != self.venv.stat().st_dev and not (cache / "archive-v0").exists():
+            places.append(cache)
+        for place in places:
+            free_gb = shutil.disk_usage(place).free / 1e9
+            if free_gb < disk_gb:
+                raise InstallError(
+                    f"{place} needs {disk_gb:.1f} GB, and {free_gb:.1f} GB are free there; make room"
+                )
 
     def written(self, name: str, lines: list[str]) -> Path:
         path = self.venv / f"requirements-{name}.txt"
@@ -561,7 +565,7 @@ def main() -> None:
                 installer.install_env(arguments.files, arguments.torch)
             else:
                 installer.install(arguments.what, arguments.torch)
-    except InstallError as error:
+    except (InstallError, OSError) as error:
         sys.exit(f"tools/install.py: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
