@@ -183,7 +183,8 @@ venv: $(STAMP)
 install-test: venv clients
 
 PYTHON_FOUND = command -v '$(PYTHON)' >/dev/null || { echo 'PYTHON=$(PYTHON): no such program; expected Python 3.11 to 3.14, such as PYTHON=python3' >&2; exit 2; }
-INSTALL = $(PYTHON_FOUND); '$(PYTHON)' tools/install.py --torch '$(TORCH)'
+# It takes the shell's place, so that what ends make ends it too.
+INSTALL = $(PYTHON_FOUND); exec '$(PYTHON)' tools/install.py --torch '$(TORCH)'
 # Also where .venv was moved here, or is of another Python, or of one that is gone.
 INSTALLS_AGAIN := pyproject.toml uv.lock tools/install.py $(NATIVE_SOURCES) $(shell \
 	test "$$($(BIN)/python -VV 2>&1)" = "$$('$(PYTHON)' -VV 2>&1)" && grep -qF "$$(pwd -P)/$(BIN)/python" $(BIN)/pip || echo other-venv)
