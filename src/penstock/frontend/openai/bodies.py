@@ -212,10 +212,13 @@ def _decode(body: bytes, kind: type[_Request], decode: Callable[[bytes], _Reques
         return decode_leniently(body, kind, error)
     except msgspec.DecodeError:
         whole = without_half_pairs(body)
-        if whole == body or b'"strict"' in body:
+        if whole == body:
+            raise
+        request = _decode(whole, kind, decode)
+        if getattr(request, "strict", None) is True:
             raise
         name_once("half of a surrogate pair")
-        return _decode(whole, kind, decode)
+        return request
 
 
 @contextlib.contextmanager

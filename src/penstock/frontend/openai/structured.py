@@ -13,6 +13,8 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _GUIDED = ("json", "regex", "choice", "grammar")
 STRUCTURED_BYTES_MAX = 1 << 20
 _TYPES = ("text", "json_object", "json_schema")
+_SHAPES = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
+"""Keys by which a schema may say itself that the answer is an object."""
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 )
@@ -84,7 +86,9 @@ def _outputs_of(request: GenerationRequest) -> dict[str, Any] | None:
                 param="structured_outputs",
             )
         if not wanted:
-            outputs = {key: value for key, value in outputs.items() if key != "json_object"} or None
+            outputs = {key: value for key, value in outputs.items() if key != "json_object"}
+            if wanted is False and all(outputs.get(kind) is None for kind in _KINDS):
+                outputs = None
     for kind in _GUIDED:
         value = getattr(request, f"guided_{kind}")
         if value is None:
@@ -120,6 +124,8 @@ def _of_response_format(response_format: Any) -> dict[str, Any] | None:
             f"response_format.{place}: must be an object, the JSON schema of the answer",
             param="response_format",
         )
+    if kind == "json_object" and not _SHAPES & schema.keys():
+        schema = {"type": "object"} | schema
     return {"json": schema}
 
 

@@ -197,7 +197,8 @@ def check_tool(tool: dict[str, Any], where: str) -> None:
     kind, function = tool.get("type"), tool.get("function")
     if not _is_function(tool):
         if not isinstance(kind, str) or _EXPECT_CALLS & tool.keys():
-            raise wrong(f"{where}.type", kind, "'function', as this server runs no tools itself")
+            expected = "'function', as this server runs no tools itself (/v1/responses takes 'custom' too)"
+            raise wrong(f"{where}.type", kind, expected)
         name_once(f"tools of type {kind[:40]}")
         return
     if not isinstance(function, dict):

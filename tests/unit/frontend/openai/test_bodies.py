@@ -69,7 +69,7 @@ def test_what_is_no_json_object_is_refused_without_a_field(body: bytes, says: st
     ],
 )  # fmt: skip
 def test_half_of_a_surrogate_pair_is_replaced_or_named(sent: str, read: str) -> None:
-    body = b'{"model": "m", "messages": [{"role": "user", "content": "%b"}]%b}'
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "%b"}], "tools": [{"strict": true}]%b}'
     assert parse_chat(body % (sent.encode(), b"")).messages[0].content == read
     if "\ufffd" in read:
         with pytest.raises(RequestError, match="the body has half of a surrogate pair"):
@@ -157,7 +157,7 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
         for name in ("messages", "tools", "add_generation_prompt", "bos_token", "strftime_now")
     ),
     # tools
-    ({"tools": [{"type": "functoin", "function": {"name": "f"}}]}, "tools[0].type", "must be 'function', as this server runs no tools itself, got 'functoin'"),
+    ({"tools": [{"type": "functoin", "function": {"name": "f"}}]}, "tools[0].type", "got 'functoin'"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "must be 'function'"),
     ({"tools": [{"name": "f"}]}, "tools[0].type", "required, but missing"),
     ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "runs no tools itself, got 'web_search'"),

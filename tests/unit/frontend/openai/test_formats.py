@@ -109,6 +109,8 @@ def test_formats_become_constraints() -> None:
     assert structured(response_format={"type": "text"}) is None
     assert structured(response_format={"type": "json_object"}) == {"json_object": True}
     assert structured(response_format={"type": "json_object", "schema": SCHEMA}) == {"json": SCHEMA}
+    bare = {"properties": {"a": {"type": "integer"}}}
+    assert structured(response_format={"type": "json_object", "schema": bare}) == {"json": SCHEMA}
     named = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
     assert structured(response_format=named) == {"json": SCHEMA}
 
@@ -118,17 +120,20 @@ def test_vllms_own_field_is_passed_on() -> None:
     assert structured(structured_outputs=outputs) == outputs
     assert structured(structured_outputs=outputs, response_format={"type": "text"}) == outputs
     assert structured(structured_outputs=outputs | {"json_object": False}) == outputs
-    assert structured(structured_outputs={"json_object": False}) is None
+    for nothing in ({}, {"json": None, "regex": None, "disable_any_whitespace": True}):
+        assert structured(structured_outputs={"json_object": False} | nothing) is None
 
 
 @pytest.mark.parametrize("kind", ["path", "password", "binary", "int32", "x-ours"])
 def test_a_format_that_no_grammar_knows_annotates(kind: str) -> None:
     told = {"type": "string", "format": "date"}
     schema = {
+        "type": "object",
         "properties": {"format": {"format": kind}, "a": told, "b": {"anyOf": [{"items": {"format": kind}}]}},
         "default": {"format": kind},
     }
     kept = {
+        "type": "object",
         "properties": {"format": {}, "a": told, "b": {"anyOf": [{"items": {}}]}},
         "default": {"format": kind},
     }
