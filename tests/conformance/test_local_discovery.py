@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.errors import ConfigError, Overloaded, Unavailable
 from penstock.core.types.instances import InstanceState
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.hub import LocalHub
@@ -145,6 +145,16 @@ async def test_a_client_that_never_says_hello_is_hung_up_on():
         writer.close()
         await writer.wait_closed()
         assert not harness.hub.server.sessions
+
+
+async def test_registrations_are_bounded():
+    async with hub_scene(DiscoveryConfig(instances_max=1)) as harness:
+        client = await harness.client()
+        first = await client.register(scripted_instance("tcp://127.0.0.1:1"))
+        with pytest.raises(Overloaded, match="instances_max"):
+            await client.register(scripted_instance("tcp://127.0.0.1:2"))
+        await first.close()
+        await client.register(scripted_instance("tcp://127.0.0.1:3"))
 
 
 async def test_the_supervisor_watches_its_own_hub():

@@ -207,6 +207,18 @@ async def test_an_unauthenticated_client_may_not_send_much():
         assert worker.stats().connected == 1
 
 
+async def test_connections_are_bounded():
+    async with serving(PlaneConfig(connections_max=1)) as (instance, _), raw(instance) as first:
+        assert (await first.greet()).error is None
+        with pytest.raises(WorkerLost):
+            await TcpPlane(IDENTITY).connect(instance, RecordingSink())
+        await first.close()
+        is_admitted = False
+        while not is_admitted:
+            with suppress(WorkerLost):
+                is_admitted = await echoes(instance)
+
+
 async def test_what_a_frontend_sends_is_bounded():
     async with serving() as (instance, _):
         config = PlaneConfig(frame_bytes_max=4096, requests_max=2)

@@ -84,6 +84,8 @@ ROLE_KEYS = [
     "workers", "devices", "hardware", "kv_tokens", "prefilled_tokens", "generated_tokens", "kv_hit_ratio",
     "preemptions", "received_bytes", "waiting_requests", "running_requests", "kv_use",
 ]  # fmt: skip
+TOKEN_BYTES = 131_072
+"""Of the model's KV: 32 layers, 8 heads of 128, keys and values, two bytes each."""
 
 
 def test_a_report_says_what_each_role_did_and_what_was_transferred(tmp_path, capsys):
@@ -122,6 +124,31 @@ def test_a_report_says_what_each_role_did_and_what_was_transferred(tmp_path, cap
     html = page.read_text()
     assert "2 decode workers of 2 h100 and 2 prefill workers of 2 h100" in html
     assert "prefill-0" in html
+
+
+def test_many_workers_show_by_role(tmp_path):
+    spec, page = tmp_path / "chat.yaml", tmp_path / "page.html"
+    spec.write_text("requests: 30\nrate_per_s: 6\ninput_tokens: 2000\noutput_tokens: 40\n")
+    flags = [f"--set=roles.{role}.replicas=5" for role in ("prefill", "decode")]
+    shipped = str(GRAPHS / "70b-h100-fp8-p2d2.yaml")
+    assert main(["simulate", str(spec), "--graph", shipped, *flags, "--html", str(page)]) == 0
+    html = page.read_text()
+    assert "median prefill worker" in html
+    assert "median decode worker" in html
+
+
+def test_a_slow_link_adds_the_last_chunk_to_the_second_token():
+    seconds = []
+    for link_bytes_per_s in (1e11, 6e9):
+        described = graph(prefill=1, decode=1).model_dump(mode="json", exclude_unset=True)
+        described["router"] |= {"policy": "least-loaded", "disagg": {"link_bytes_per_s": link_bytes_per_s}}
+        workload = chat(10, rate=0.5, turns=1, length_sigma=0, input_tokens=2048, output_tokens=10)
+        report = simulate_graph(build(described), workload)
+        assert report["kv_transfer"]["bytes"] == 10 * 2048 * TOKEN_BYTES
+        seconds.append(report["kv_transfer"]["second_token_s"]["mean"])
+    last_chunk_bytes = 1024 * TOKEN_BYTES
+    assert seconds[1] - seconds[0] == pytest.approx(last_chunk_bytes * (1 / 6e9 - 1e-11), rel=0.1)
+    assert seconds[0] < 0.02
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,14 @@ def test_a_report_that_cannot_be_written_is_found_before_the_run(tmp_path, capsy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.jsonl"]
 
 
+def test_a_full_disk_is_a_line_after_the_table(capsys):
+    code = main(["simulate", str(DATA / "azure_trace.csv"), "--graph", str(SMALL), "--json", "/dev/full"])
+    said = capsys.readouterr()
+    assert code == 1
+    assert "requests" in said.out
+    assert said.err == "penstock: --json: /dev/full: cannot be written: No space left on device\n"
+
+
 def test_a_run_that_completes_nothing_fails(tmp_path, capsys):
     path, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     path.write_text('{"timestamp": 0, "input_length": 140000, "output_length": 5}\n')

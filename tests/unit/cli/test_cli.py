@@ -14,9 +14,7 @@ import pytest
 from penstock import cli
 from penstock.demo import MODEL_DIR
 from penstock.engine.registry import engine_names
-from penstock.frontend.config import PageConfig
-from penstock.graph import Graph, Roles, RoleSpec, Supervision
-from penstock.graph.frontend import FrontendSpec
+from penstock.graph import Graph, Roles, RoleSpec
 from penstock.plan import command as plan_command
 from penstock.plan.processes import Processes
 
@@ -47,22 +45,6 @@ def test_flags_become_a_graph() -> None:
     assert graph.roles.aggregated == RoleSpec(replicas=3, kv_blocks=64)
     assert (graph.frontend.host, graph.frontend.port, graph.frontend.processes) == ("0.0.0.0", 0, 2)
     assert graph.router.policy == "least-loaded"
-
-
-def test_the_demo_takes_little_memory_and_lets_the_page_kill_workers() -> None:
-    small = RoleSpec(kv_blocks=1024)
-    assert graph_of("--demo") == Graph(
-        model="demo",
-        frontend=FrontendSpec(page=PageConfig(kills_workers=True)),
-        roles=Roles(aggregated=RoleSpec(replicas=2, kv_blocks=1024)),
-        supervision=Supervision(spare_processes=0),
-    )
-    assert graph_of("--demo", "--workers", "1").roles == Roles(aggregated=small)
-    spare = graph_of("--demo", "--set", "supervision.spare_processes=1").supervision
-    assert spare == Supervision(spare_processes=1)
-    assert graph_of("--demo", "--prefill", "1", "--decode", "1").roles == Roles(prefill=small, decode=small)
-    more = graph_of("--demo", "--set", "roles.aggregated.kv_blocks=9000").roles.aggregated
-    assert more == RoleSpec(replicas=2, kv_blocks=9000)
 
 
 def test_flags_override_a_file(tmp_path: Path) -> None:
@@ -226,6 +208,14 @@ def test_graph_check_opens_a_checkpoint_that_is_here(
     cli.main(["graph", "check", str(path)])
     said = capsys.readouterr().out
     assert "penstock serve refuses it: planner: roles.aggregated: step times cannot be predicted" in said
+
+
+def test_a_graph_with_a_planner_is_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, workload = tmp_path / "graph.yaml", tmp_path / "workload.yaml"
+    path.write_text("model: demo\nroles: {aggregated: {engine: mock}}\nplanner: {max_workers: 3}\n")
+    workload.write_text("requests: 3\nrate_per_s: 1\ninput_tokens: 20\noutput_tokens: 3\n")
+    assert cli.main(["simulate", str(workload), "--graph", str(path)]) == 0
+    assert "workers added" in capsys.readouterr().out
 
 
 def test_an_interrupted_plan_says_so_in_one_line(

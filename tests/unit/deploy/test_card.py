@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.cards import ModelCard
-from penstock.deploy.card import make_card, open_checkpoint, served_name
+from penstock.deploy.card import make_card, open_checkpoint
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.graph import Graph, RoleSpec
 from tests.support.tokenizer import tiny_model_files
@@ -160,11 +160,3 @@ def test_a_model_that_no_frontend_could_serve_is_refused(
     assert caught.value.message.startswith(str(directory))
     assert text in caught.value.message
     assert "\n" not in caught.value.message
-
-
-def test_the_served_name(tmp_path: Path) -> None:
-    directory = make(tmp_path / "my-model")
-    assert served_name(Graph(model=str(directory))) == "my-model"
-    assert served_name(Graph(model=str(directory), served_name="x")) == "x"
-    assert served_name(Graph(model="org/name")) == "org/name"
-    assert served_name(Graph(model="demo")) == "penstock-demo"

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import tempfile
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -136,24 +136,6 @@ async def test_a_caller_beyond_those_that_are_obeyed_learns_why_or_gets_in():
         assert len((await LocalConnector(path).scale()).replicas) == 2, "added once"
 
 
-async def test_a_socket_whose_queue_is_full_is_tried_again():
-    """The kernel lets no more callers in than the listener has a queue for."""
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as held:
-        path = Path(directory, SOCKET_NAME)
-        listener = held.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(str(path))
-        listener.listen(0)
-        while True:
-            caller = held.enter_context(socket.socket(socket.AF_UNIX))
-            caller.setblocking(False)
-            try:
-                caller.connect(str(path))
-            except BlockingIOError:
-                break
-        with pytest.raises(Overloaded, match="too many callers are there"):
-            await LocalConnector(path, entry_s=0.05).scale()
-
-
 @contextmanager
 def listening():
     """Listen as a supervisor whose answers are the test's."""
@@ -191,11 +173,3 @@ async def test_a_request_that_was_closed_unread_is_sent_again(refusal):
             assert b'"add"' in await loop.sock_recv(connection, 1 << 16)
             connection.sendall(msgspec.json.encode(Told(names=("worker-2",))) + b"\n")
             assert await asked == ("worker-2",)
-
-
-async def test_a_refusal_is_read_though_the_connection_is_reset_after_it():
-    with listening() as (listener, path):
-        asked = asyncio.ensure_future(LocalConnector(path, entry_s=0).scale())
-        await close_without_reading(listener, REFUSAL)
-        with pytest.raises(Overloaded, match="64 callers are there"):
-            await asked

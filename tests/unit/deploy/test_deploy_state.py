@@ -21,17 +21,6 @@ from penstock.deploy.state import (
 )
 
 
-def test_the_state_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
-    assert state_dir("blue") == tmp_path / "blue"
-    monkeypatch.delenv("PENSTOCK_STATE_DIR")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert state_dir("blue") == tmp_path / "penstock" / "blue"
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert state_dir("blue") == tmp_path / ".local/state/penstock/blue"
-
-
 def test_without_a_home_to_write_to_the_state_is_private_in_the_temporary_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,8 +6,6 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.core.types.location import Location
 from penstock.demo import MODEL_DIR
-from penstock.engine.registry import create_engine
-from penstock.engine.spec import EngineSpec
 from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
 from penstock.graph.engine_prices import engine_prices, make_roofline
 from penstock.perf.model.model_config import load_shape
@@ -33,18 +31,6 @@ def test_a_model_is_all_it_takes() -> None:
     graph = Graph(model="demo")
     assert graph.roles.present() == {Role.AGGREGATED: RoleSpec()}
     assert (graph.frontend.host, graph.frontend.port, graph.block_size) == ("127.0.0.1", 8000, 16)
-
-
-def test_yaml_and_python_give_the_same_graph(tmp_path: Path) -> None:
-    yaml = write(tmp_path, "model: demo\nroles:\n  aggregated: {replicas: 2, engine: mock}\n")
-    python = write(
-        tmp_path,
-        "from penstock.graph import Graph, Roles, RoleSpec\n"
-        "graph = Graph(model='demo', roles=Roles(aggregated=RoleSpec(replicas=2, engine='mock')))\n",
-        "graph.py",
-    )
-    assert load(yaml) == load(python)
-    assert load(yaml, Overrides(["block_size=32"])) == load(python, Overrides(["block_size=32"]))
 
 
 def test_every_mistake_is_one_line_with_file_path_and_value(tmp_path: Path) -> None:
@@ -177,14 +163,6 @@ def test_a_slip_in_a_region_of_the_topology_is_refused(tmp_path: Path) -> None:
             f"graph.yaml: router.topology.pairs.{index}: nobody is in region '{region}'; roles.*.locations and"
             f" router.location name {known}; did you mean '{meant}'?"
         )
-
-
-def test_set_overrides_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "model: demo\nroles:\n  aggregated: {replicas: 2}\n")
-    graph = load(path, Overrides(["roles.aggregated.replicas=4", "slo.ttft_s=0.5", 'frontend.host="[::]"']))
-    assert graph.roles == Roles(aggregated=RoleSpec(replicas=4))
-    assert graph.slo is not None
-    assert (graph.slo.ttft_s, graph.frontend.host) == (0.5, "::")
 
 
 def test_set_reaches_into_lists(tmp_path: Path) -> None:
@@ -348,14 +326,6 @@ def test_workers_of_a_role_with_a_profile_say_what_was_measured(tmp_path: Path, 
         assert getattr(measured, name) == pytest.approx(expected, rel=1e-3, abs=1e-15), name
 
 
-def test_engines_without_arguments_refuse_them() -> None:
-    spec = EngineSpec(model="m", block_size=16, context_length=64, args={"max_num_seqs": 4})
-    with pytest.raises(
-        ConfigError, match="engine_args: engine 'mock' takes none, got max_num_seqs; leave them out"
-    ):
-        create_engine("mock", spec)
-
-
 def test_roles_take_short_names_and_every_parallelism(tmp_path: Path) -> None:
     role = (
         "engine: mock, weight_dtype: bf16, expert_dtype: nvfp4, kv_dtype: fp32, tensor_parallel: 2,"
@@ -367,11 +337,6 @@ def test_roles_take_short_names_and_every_parallelism(tmp_path: Path) -> None:
     assert (spec.weight_dtype, spec.kv_dtype, spec.expert_dtype) == ("bfloat16", "float32", "nvfp4")
 
 
-def test_a_worker_has_equal_parts_of_its_devices_on_each_node() -> None:
-    role = RoleSpec(engine="vllm", hardware="h100", tensor_parallel=16, nodes=2)
-    assert (role.devices, role.devices_per_node) == (16, 8)
-
-
 def test_adapters_are_spread_over_the_replicas() -> None:
     def adapters(replicas: int, **fields: int) -> list[tuple[str, ...]]:
         role = RoleSpec(engine="mock", adapters=("a", "b", "c"), replicas=replicas, **fields)
@@ -379,12 +344,3 @@ def test_adapters_are_spread_over_the_replicas() -> None:
 
     assert adapters(2) == [("a", "b", "c")] * 2
     assert adapters(3, adapters_per_worker=2) == [("a", "b"), ("c", "a"), ("b", "c")]
-
-
-def test_an_engine_may_be_a_mapping_with_its_arguments(tmp_path: Path) -> None:
-    engine = {"name": "vllm", "args": {"enforce_eager": True, "a": {"b": [{"c": 1}]}}, "tensor_parallel": 2}
-    role = RoleSpec.parse({"engine": engine}, source="role")
-    assert (role.engine, role.engine_args, role.tensor_parallel) == ("vllm", engine["args"], 2)
-    path = write(tmp_path, "model: demo\nroles: {aggregated: {engine: vllm}}\n")
-    overrides = Overrides(["roles.aggregated.engine_args.max_num_seqs=4"])
-    assert load(path, overrides).roles.aggregated.engine_args == {"max_num_seqs": 4}

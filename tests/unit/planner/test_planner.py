@@ -169,22 +169,6 @@ def _slo_events(said):
 
 
 @pytest.mark.virtual
-async def test_demand_is_forecast_in_intervals_of_two_reactions():
-    """A planner that looks every half second follows a step down within seconds, one that looks every 5 s not."""
-    for react_period_s, is_fast in ((0.5, True), (5.0, False)):
-        world = World(
-            {A: 8}, react_period_s=react_period_s, floor_period_s=1, cool_down_s=0, cold_s=1, start_s=1
-        )
-        async with running(world):
-            world.rate_per_s = 40.0
-            await asyncio.sleep(202)
-            assert (await world.counts())[A] > 1
-            world.rate_per_s = 1.0
-            await asyncio.sleep(9)
-            assert ((await world.counts())[A] == 1) is is_fast
-
-
-@pytest.mark.virtual
 async def test_room_bounds_both_roles_together():
     world = World({P: 1, D: 1}, workers_max=6, max_workers=16)
     world.rate_per_s = 200.0

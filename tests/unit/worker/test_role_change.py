@@ -7,28 +7,12 @@ import pytest
 from penstock.core.errors import EngineError, RequestError, Unavailable, WorkerLost
 from penstock.core.types.instances import InstanceState, Role
 from tests.support import kv_transfer_scene
-from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request
+from tests.support.kv_transfer import PRICES, tiny_engine
 from tests.support.scenes import run_by
 
 
 def run_scenario(scene, names=("p0", "d0"), *, engine=tiny_engine, **options):
     kv_transfer_scene.run_scenario(scene, names, engine=lambda _name: engine(), **options)
-
-
-@run_by(run_scenario, ("p0", "d0", "d1"))
-async def test_what_is_under_way_is_finished_first(cluster, dispatcher):
-    async with dispatcher.open(tiny_request("a", max_tokens=100)) as stream:
-        await anext(stream)
-        await anext(stream)
-        worker = dispatcher.explain("a")[-1].worker
-        change = asyncio.ensure_future(dispatcher.change_role(worker, Role.PREFILL))
-        await asyncio.sleep(0.3)
-        assert not change.done()
-        assert cluster.worker(worker).instance.state is InstanceState.DRAINING
-        async for _ in stream:
-            pass
-    assert stream.migrations == 0
-    assert (await change).role is Role.PREFILL
 
 
 @pytest.mark.parametrize(

@@ -6,27 +6,9 @@ import threading
 from msgspec.structs import replace
 
 from penstock.core.ids import RequestId
-from penstock.core.types.events import BlockStored, EventBatch, EventSnapshot
-from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.core.wire import pack_hashes, pack_tokens
+from penstock.core.types.requests import FinishReason, Request
 from tests.support.scenes import run_by
 from tests.support.worker_stage import Stage, make_request, run_scenario, settle
-
-
-@run_by(run_scenario)
-async def test_one_frame_carries_all_deltas_of_a_step_for_one_frontend(stage: Stage):
-    first, second = stage.sink(), stage.sink()
-    for name in ("a", "b"):
-        stage.worker.submit(make_request(name), first)
-    stage.worker.submit(make_request("c"), second)
-    deltas = {
-        name: Delta(request_id=RequestId(name), token_ids=pack_tokens([1]), finish_reason="stop")
-        for name in "abc"
-    }
-    stage.engine.step(deltas=tuple(deltas.values()))
-    await settle()
-    assert first.frames == [(deltas["a"], deltas["b"])]
-    assert second.frames == [(deltas["c"],)]
 
 
 @run_by(run_scenario)
@@ -93,24 +75,6 @@ async def test_odd_deadlines_are_refused_or_never_come(stage: Stage):
     await asyncio.sleep(1.0)
     assert sink.error("late") == "deadline_exceeded"
     assert list(stage.engine.requests) == ["inf", "long"]
-
-
-@run_by(run_scenario)
-async def test_events_are_numbered_and_replayed(stage: Stage):
-    sink = stage.sink()
-    stage.worker.events().subscribe(sink)
-    stored = BlockStored(block_hashes=pack_hashes([1, 2]), parent_block_hash=None, block_size=4)
-    stage.engine.step(events=[stored])
-    stage.engine.step()
-    await settle()
-    assert sink.events == [EventBatch(sequence=1, events=(stored,))]
-    assert list(stage.worker.events().events_after(0)) == sink.events
-    (snapshot,) = filter(None, stage.worker.events().events_after(None))
-    assert isinstance(snapshot, EventSnapshot)
-    stage.worker.events().unsubscribe(sink)
-    stage.engine.step(events=[stored])
-    await settle()
-    assert len(sink.events) == 1
 
 
 def test_files_are_read_by_hash_beside_the_loop():

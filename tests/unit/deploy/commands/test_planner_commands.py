@@ -6,12 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.cli import main
 from penstock.core.types.instances import Role
 from penstock.deploy.commands.planner import log as log_command
-from penstock.deploy.processes.planner_metrics import PlannerMetrics
 from penstock.deploy.supervisor.planning import make_planning
 from penstock.graph import Graph
 from penstock.planner.act.memory_connector import MemoryConnector
@@ -176,23 +174,6 @@ def test_bad_input_is_refused_in_a_line(rounds, capsys, command, why):
     code, out, err = run(capsys, *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert why in err
-
-
-def test_metrics_count_the_rounds_and_are_in_the_docs(rounds):
-    registry = CollectorRegistry()
-    metrics = PlannerMetrics(registry)
-    for planned in rounds[1]:
-        metrics.take(planned)
-    text = generate_latest(registry).decode()
-    assert 'penstock_planner_workers{role="aggregated"} 1.0' in text
-    assert 'penstock_planner_wanted_workers{role="aggregated"} 1.0' in text
-    assert 'penstock_planner_rounds_total{outcome="changed"}' in text
-    assert 'penstock_planner_changes_total{change="retire"}' in text
-    assert 'penstock_planner_forecast_error{series="requests_per_s"}' in text
-    assert f"penstock_planner_round_seconds_count {float(len(rounds[1]))}" in text
-    page = (ROOT / "docs" / "planner.md").read_text()
-    names = [metric.name for metric in registry.collect()]
-    assert [name for name in names if f"`{name}" not in page] == []
 
 
 def test_a_dry_run_records_and_changes_nothing(tmp_path, capsys):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from penstock import cli
 from penstock.demo import MODEL_DIR
@@ -42,18 +41,6 @@ def test_each_worker_has_gpus_of_its_own_and_equal_arguments(
     assert "kv_transfer_config" not in first["arguments"], "aggregated workers transfer nothing"
 
 
-def test_the_text_has_the_same_content(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = write(tmp_path, VLLM)
-    document = rendered(capsys, path)
-    assert cli.main(["graph", "render", path]) == 0
-    section = yaml.safe_load(capsys.readouterr().out)["aggregated"]
-    for worker in document["workers"]:
-        own = section["workers"][worker["name"]]
-        assert own["devices"] == worker["devices"]
-        for kind in ("arguments", "environment"):
-            assert section[kind] | own.get(kind, {}) == worker[kind]
-
-
 def test_a_model_that_is_here_gives_what_the_graph_leaves_open(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -74,42 +61,6 @@ def test_a_model_that_is_here_gives_what_the_graph_leaves_open(
         "model: org/model is not on this machine: a start gives engines the directory of its download, and reads"
         " context_length and roles.prefill.max_batch_tokens from its config.json"
     )
-
-
-def test_engines_of_penstock_and_of_others(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    cases = {
-        "paged": ("", "penstock.engine.paged.PagedConfig", {"device": "cpu", "block_size": 16}),
-        "mock": ("kv_blocks: 99", "penstock.engine.mock", {"num_blocks": 99, "context_length": 512}),
-        "json:loads": ("engine_args: {a: 1}", "json:loads(EngineSpec)", {"args": {"a": 1}, "device": "cpu"}),
-    }
-    for engine, (more, call, expected) in cases.items():
-        text = f"model: demo\ncontext_length: 512\nroles: {{aggregated: {{engine: '{engine}', {more}}}}}"
-        (worker,) = rendered(capsys, write(tmp_path, text))["workers"]
-        assert (worker["call"], worker["devices"]) == (call, [])
-        assert expected.items() <= worker["arguments"].items()
-        assert "hash_key" not in worker["arguments"], "a secret"
-
-
-def test_each_worker_of_running_servers_has_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    args = "{url: [http://a:1, http://b:2], kv_events: [tcp://a:3, tcp://b:4]}"
-    text = f"model: demo\nroles: {{aggregated: {{engine: {{name: openai, args: {args}}}}}}}"
-    workers = rendered(capsys, write(tmp_path, text))["workers"]
-    assert [worker["arguments"] for worker in workers] == [
-        {"url": ["http://a:1"], "kv_events": ["tcp://a:3"]},
-        {"url": ["http://b:2"], "kv_events": ["tcp://b:4"]},
-    ]
-
-
-def test_tiers_are_named_without_their_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    document = rendered(capsys, write(tmp_path, VLLM), "--set", "roles.aggregated.kv={host: 8GiB}")
-    extra = [
-        worker["arguments"]["kv_transfer_config"]["kv_connector_extra_config"]
-        for worker in document["workers"]
-    ]
-    assert [each["worker"] for each in extra] == ["aggregated.0", "aggregated.1"]
-    assert [each["host_part"]["number"] for each in extra] == [0, 1]
-    assert extra[0]["host_part"]["path"] == "<memory of the host's workers>"
-    assert document["workers"][0]["environment"]["PENSTOCK_KV_HASH_KEY"] == "<the deployment's hash key>"
 
 
 def test_what_serve_would_refuse_is_said_beside(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from penstock.cli import main
 from penstock.core.types.events import Tier
 from penstock.core.types.scaling import ReplicaState
-from penstock.deploy.commands.hosted.ps import Link, Listed, Remote, table
+from penstock.deploy.commands.hosted.ps import Link, Listed, table
 from penstock.deploy.control.messages import ProcessView
 from penstock.router.explain.explanation import Candidate, Explanation, Prefill, RouteReason
 from tests.support.answering import Answers, answering
@@ -139,17 +139,6 @@ def test_chat_says_which_models_there_are(capsys, models, wanted, said):
 
 def listed(**fields):
     return list(table([Listed(name="demo", state="running", directory="d", **fields)]))[1:]
-
-
-def test_ps_keeps_its_columns_whatever_names_are_in_them():
-    here = ProcessView(name="worker-1", pid=1, state=ReplicaState.READY)
-    there = Remote(
-        name="worker-1@host-b", role="decode", condition="ready", host="host-b", address="tcp://h:1"
-    )
-    first, second = listed(processes=(here,), remote=(there,))
-    assert first.index(" ready ") == second.index(" ready ")
-    (alone,) = listed(processes=(here,))
-    assert alone.startswith("  worker-1     ready ")
 
 
 def test_ps_says_how_far_a_region_is_once_it_is_measured():

@@ -1,7 +1,6 @@
 """Which deployment of a host a command means, which of them lives, and which frontend and certificate a command takes."""
 
 import os
-import re
 import tempfile
 from pathlib import Path
 
@@ -81,20 +80,6 @@ def test_one_is_chosen_by_its_file_its_name_or_this_directory(place):
         choose(hosted(), name="green")
 
 
-def test_parts_of_one_deployment_are_told_apart(place):
-    paths = [place("chat", here=True, part=part) for part in (None, "aggregated=2", "prefill, decode")]
-    found = hosted()
-    parts = ["all", "aggregated", "decode,prefill"]
-    assert [choose(found, name="chat", part=part).directory for part in parts] == paths
-    listed = f"chat of /graphs/chat.yaml (--part aggregated=2, or {os.getpid()})"
-    with pytest.raises(ConfigError, match=re.escape(listed)):
-        choose(found, name="chat")
-    with pytest.raises(ConfigError, match="3 deployments fit"):
-        choose(found, part=str(os.getpid()))
-    with pytest.raises(Unavailable, match="called chat with --part decode of this user"):
-        choose(found, name="chat", part="decode")
-
-
 @pytest.mark.parametrize(
     ("fields", "error", "said"),
     [
@@ -124,32 +109,6 @@ def test_without_a_deployment_a_frontend_is_at_port_8000(place):
     place("workers")
     assert find_frontend(None).is_guess, "workers alone have no frontend"
     assert find_frontend("http://a:1/v1/") == FrontendAddress("http://a:1")
-
-
-def test_the_only_frontend_is_found_with_its_certificate(place):
-    place("workers")
-    place("green", url=GREEN, certificate="/tls/green.pem")
-    found = FrontendAddress(GREEN, name="green", certificate=Path("/tls/green.pem"))
-    assert find_frontend(None) == find_frontend(None, name="green") == found
-    assert find_frontend(GREEN) == FrontendAddress(GREEN, certificate=Path("/tls/green.pem"))
-    assert find_frontend("https://other:9002").certificate is None
-
-
-def test_of_several_frontends_one_is_named_or_was_started_here(place):
-    place("blue", url=BLUE)
-    place("green", url=GREEN)
-    with pytest.raises(ConfigError) as refused:
-        find_frontend(None)
-    assert refused.value.message == (
-        f"2 deployments fit: blue at {BLUE} of /graphs/blue.yaml (--part all, or {os.getpid()}), green at {GREEN} of"
-        f" /graphs/green.yaml (--part all, or {os.getpid()}); choose one by --name, --url or --part"
-    )
-    assert find_frontend(None, name="green").url == GREEN
-    assert find_frontend(BLUE, name="blue").url == BLUE
-    with pytest.raises(Unavailable, match=f"called blue at {GREEN} of this user"):
-        find_frontend(GREEN, name="blue")
-    place("here", url="http://127.0.0.1:9003", here=True)
-    assert find_frontend(None).name == "here"
 
 
 def test_a_part_without_frontends_says_so(place):

@@ -197,18 +197,3 @@ async def test_flips_go_to_the_worker_s_host_and_may_take_its_last_one():
         assert names(scale, P) == ["decode-1@b", "prefill-1@a"]
         with pytest.raises(RequestError, match="last worker that answers"):
             await connector.flip("decode-1@a", P, by="x")
-
-
-@pytest.mark.virtual
-async def test_a_lost_host_without_workers_holds_scale_in_for_a_minute_alone():
-    async with two_hosts({A: 2}, {A: 0}) as (connector, *_):
-        given_up = []
-        connector.given_up = given_up.append
-        connector.leave("b", on_purpose=False)
-        assert "b: no answer" in (await connector.scale()).held
-        await asyncio.sleep(59)
-        assert "for 60 s" in (await connector.scale()).held
-        assert not given_up
-        await asyncio.sleep(1)
-        assert (await connector.scale()).held == ""
-        assert given_up == ["b"]

@@ -148,30 +148,8 @@ def test_only_a_chart_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[
         write_chart(example(ROOT / "examples/mock.yaml"), RenderOptions(), other / "notes.txt")
 
 
-def test_another_profile_starts_pods_again(tmp_path: Path) -> None:
-    profile = tmp_path / "profile.json"
-    seen = []
-    for text in ("{}", '{"cells": []}'):
-        profile.write_text(text)
-        roles = {"aggregated": {"profile": str(profile)}}
-        graph = Graph.parse({"name": "chat", "model": "o/m", "roles": roles}, source="as it was checked")
-        ((answer,), _) = helm(written(graph, tmp_path), {})
-        seen.append([each["metadata"]["annotations"] for each in pods(objects_in(answer)).values()])
-    assert all(old != new for old, new in zip(*seen, strict=True))
-
-
 def test_a_second_pod_that_would_count_servers_twice_is_refused(tmp_path: Path) -> None:
     role = {"engine": "openai", "engine_args": {"url": ["http://a:1", "http://b:1"]}}
     chart = written(build({"name": "chat", "model": "o/m", "roles": {"aggregated": role}}), tmp_path)
     ((_, refused), _) = helm(chart, {}, {"replicas": {"aggregated": 2, "frontend": 1}})
     assert "maximum" in refused["error"]
-
-
-def test_what_the_picker_of_a_gateway_is_started_with_stays_as_it_is(tmp_path: Path) -> None:
-    graph = build({"name": "chat", "model": "o/m", "roles": {"aggregated": {"engine": "mock"}}})
-    changes = ({"graph": {"block_size": 64}}, {"replicas": {"picker": 2}})
-    ((answer, *refused), _) = helm(written(graph, tmp_path, gateway="public"), {}, *changes)
-    assert {each["kind"] for each in objects_in(answer)} >= {"InferencePool", "HTTPRoute"}
-    assert all("error" in each for each in refused)
-    ((answer, *refused), _) = helm(written(graph, tmp_path), {}, *changes)
-    assert ["error" in each for each in refused] == [False, True], "there is no picker to scale"

@@ -8,7 +8,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import cli
 from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.options import Cache, Mount
 from penstock.deploy.manifests.yaml_text import dump, dump_all
@@ -126,31 +125,6 @@ def test_servers_elsewhere_have_one_pod_of_all_their_workers() -> None:
     assert any({"protocol": "TCP", "port": 8001} in rule["ports"] for rule in policy["spec"]["egress"])
 
 
-def test_strings_with_special_characters_come_through(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hostile = "a: {{ .Values.x }} $(POD_IP) ${HOME} # \"'\n--- - !!python/object"
-    document = BASE | {"served_name": hostile, "router": {"policy": "kv"}}
-    path = tmp_path / "graph.yaml"
-    path.write_text(yaml.safe_dump(document))
-    assert cli.main(["render", str(path), "--namespace", "prod"]) == 0
-    objects = list(yaml.safe_load_all(capsys.readouterr().out))
-    (config,) = by_kind(objects, "ConfigMap").values()
-    assert yaml.safe_load(config["data"]["graph.yaml"])["served_name"] == hostile
-    assert {each["metadata"]["namespace"] for each in objects} == {"prod"}
-    for template in pods(objects).values():
-        assert hostile not in json.dumps(template), "what Kubernetes expands has no text of the graph"
-
-
-def test_another_graph_has_another_config_map_and_more_workers_have_the_same() -> None:
-    def maps(replicas: int, length: int) -> set[str]:
-        changed = graph(roles={"aggregated": {"replicas": replicas}}, context_length=length)
-        return set(by_kind(objects_of(changed), "ConfigMap"))
-
-    names = [maps(1, 512), maps(3, 512), maps(3, 1024)]
-    assert names[0] == names[1] != names[2], "more pods start no other one again"
-
-
 def test_a_registry_of_the_graph_is_used_and_without_one_workers_are_leases() -> None:
     leases = objects_of(graph())
     (role,) = by_kind(leases, "Role").values()
@@ -168,16 +142,6 @@ def test_a_registry_of_the_graph_is_used_and_without_one_workers_are_leases() ->
         ports = [port["port"] for rule in policy["spec"]["egress"] for port in rule.get("ports", ())]
         assert {2379, 4222} <= set(ports)
         assert 6443 not in ports
-
-
-def test_a_place_of_the_graph_chooses_nodes() -> None:
-    role = {"engine": "mock", "locations": [{"region": "eu", "zone": "eu-1", "host": "node-1"}]}
-    template = pods(objects_of(graph(roles={"aggregated": role})))["chat-aggregated"]
-    assert template["spec"]["nodeSelector"] == {
-        "topology.kubernetes.io/region": "eu",
-        "topology.kubernetes.io/zone": "eu-1",
-        "kubernetes.io/hostname": "node-1",
-    }
 
 
 @settings(max_examples=max(10, settings().max_examples // 4))

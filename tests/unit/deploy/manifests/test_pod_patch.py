@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.options import RenderOptions
@@ -110,28 +109,6 @@ def test_lists_with_names_are_merged_and_other_containers_stand_beside() -> None
     assert by_key["kubernetes.io/hostname"]["whenUnsatisfiable"] == "ScheduleAnyway"
 
 
-def test_several_entries_of_one_name_in_a_list_stay() -> None:
-    zone = "topology.kubernetes.io/zone"
-    spread = [
-        {"topologyKey": zone, "whenUnsatisfiable": each, "maxSkew": 2}
-        for each in ("DoNotSchedule", "ScheduleAnyway")
-    ]
-    ports = [{"containerPort": 53, "protocol": each} for each in ("TCP", "UDP")]
-    graph = graph_of(
-        {"pod": {"topologySpreadConstraints": spread}, "container": {"ports": ports}},
-        {"container": {"ports": [{"containerPort": 53, "protocol": "SCTP"}]}},
-    )
-    made = {part: template(graph, part)["spec"] for part in ("prefill", "decode")}
-    zones = [each for each in made["prefill"]["topologySpreadConstraints"] if each["topologyKey"] == zone]
-    assert [each["whenUnsatisfiable"] for each in zones] == ["DoNotSchedule", "ScheduleAnyway"]
-    assert all(each["labelSelector"] for each in zones)
-    protocols = {
-        part: [each["protocol"] for each in spec["containers"][0]["ports"] if each["containerPort"] == 53]
-        for part, spec in made.items()
-    }
-    assert protocols == {"prefill": ["TCP", "UDP"], "decode": ["SCTP"]}
-
-
 def test_groups_stateful_sets_and_the_planner_get_them_too() -> None:
     groups = {"aggregated": {"engine": "vllm", "hardware": "h100", "tensor_parallel": 16, "nodes": 2}}
     (group,) = by_kind(objects_of(graph_of({"pod": POOL}, roles=groups)), "LeaderWorkerSet").values()
@@ -154,16 +131,6 @@ def test_groups_stateful_sets_and_the_planner_get_them_too() -> None:
     }
     planner = pods(Desired.of(body).objects)["chat-planner"]
     assert planner["spec"]["imagePullSecrets"] == [{"name": "registry"}]
-
-
-def test_frontends_have_fields_of_their_own() -> None:
-    graph = graph_of(frontend={"kubernetes": {"container": {"resources": {"requests": {"memory": "8Gi"}}}}})
-    requests = {
-        part: template(graph, part)["spec"]["containers"][0]["resources"]["requests"]
-        for part in ("frontend", "decode")
-    }
-    assert requests["frontend"] == {"cpu": "1", "memory": "8Gi"}
-    assert requests["decode"]["memory"] == "2048Mi"
 
 
 def test_a_change_rolls_the_pods_that_it_changes_and_no_others() -> None:
@@ -249,25 +216,3 @@ def test_what_penstock_needs_is_refused_with_its_place(fields: dict, text: str) 
 def test_what_only_the_api_server_refuses_reaches_it(fields: dict, tmp_path: Path) -> None:
     assert objects_of(graph_of(fields, fields))
     assert write_chart(graph_of(fields, fields), RenderOptions(), tmp_path / "chart")
-
-
-def test_gpus_may_be_of_another_resource() -> None:
-    resources = {
-        "requests": {"nvidia.com/gpu": None},
-        "limits": {"nvidia.com/gpu": None, "nvidia.com/mig-3g.40gb": 1},
-    }
-    made = template(graph_of(None, {"container": {"resources": resources}}), "decode")
-    assert made["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": 1}
-
-
-def test_a_chart_has_them_in_its_templates(tmp_path: Path) -> None:
-    fields = {"pod": POOL, "annotations": {"a": "1"}, "container": {"env": [{"name": "K", "valueFrom": {"secretKeyRef": {"name": "mine", "key": "k"}}}]}}  # fmt: skip
-    write_chart(graph_of(fields), RenderOptions(), tmp_path / "chart")
-    text = next((tmp_path / "chart" / "templates").glob("*deployment-decode.yaml")).read_text()
-    assert "image: {{ .Values.gpuImage | quote }}" in text
-    assert "name: mine" in text
-    assert "name: registry" in text
-    assert """a: '1'\n""" in text
-    assert "penstock.dev/graph-checksum" in text
-    values = yaml.safe_load((tmp_path / "chart" / "values.yaml").read_text())
-    assert "kubernetes" not in values["graph"]

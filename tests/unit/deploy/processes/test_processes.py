@@ -4,8 +4,6 @@ import asyncio
 import socket
 import subprocess
 import sys
-import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -16,28 +14,11 @@ from penstock.core.types.load import WorkerLoad
 from penstock.deploy.causes import cause_of
 from penstock.deploy.messages import Beat, Drain, Failed, Phase, Report
 from penstock.deploy.processes.control import Control
-from penstock.deploy.processes.process import set_name
 from penstock.deploy.processes.report import report_of
 from penstock.deploy.processes.tracing import tracing
 from penstock.deploy.processes.worker_process import pulse
-from penstock.deploy.supervisor.child import command_line
 from penstock.runtime import spans
 from penstock.runtime.config import TracingConfig
-
-
-def test_operators_tell_processes_apart_by_their_names_in_ps():
-    assert command_line(19, "worker-1", [])[-2:] == ["19", "worker-1"]
-    assert command_line(19, "spare", ["torch"])[-3:] == ["19", "spare", "torch"]
-    names = []
-
-    def rename():
-        set_name("worker-2")  # as a spare does once it is assigned
-        names.append(Path("/proc/thread-self/comm").read_text(encoding="utf-8").strip())
-
-    thread = threading.Thread(target=rename)
-    thread.start()
-    thread.join()
-    assert names == ["worker-2"]
 
 
 def test_a_group_of_errors_has_the_cause_that_is_clear():

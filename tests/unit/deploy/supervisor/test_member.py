@@ -11,11 +11,8 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.instances import Role
 from penstock.deploy.messages import (
     Assignment,
-    Beat,
-    Closing,
     Failed,
     Health,
-    ProcessFailed,
     Ready,
     Report,
     WorkerJob,
@@ -159,68 +156,6 @@ async def test_a_process_that_is_not_ready_is_not_waited_for() -> None:
         await scene.until(lambda: bool(scene.children))
     assert await scene.children[0].wait() == -9
     assert scene.said == [("stopped", "")]
-
-
-@pytest.mark.virtual
-async def test_kill_ends_at_once_and_cancellation_leaves_no_process() -> None:
-    scene, other = Scene(process(Ready(), ignores=True)), Scene(process(Ready()))
-    async with scene.running():
-        await scene.member.ready.wait()
-        scene.member.kill()
-    running = asyncio.create_task(other.member.run())
-    await other.member.ready.wait()
-    running.cancel()
-    assert await other.children[0].wait() == -9
-
-
-@pytest.mark.parametrize("cause", [None, "the engine ended: KeyError('x')"])
-@pytest.mark.virtual
-async def test_an_engine_that_does_not_close_is_killed(cause: str | None) -> None:
-    """When it stops, and when it has failed: then it is started again for its own reason."""
-    scene = Scene(process(Ready(detail="a"), ignores=True), settings=Supervision(close_timeout_s=3))
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(scene.member.run())
-        await scene.member.ready.wait()
-        if cause is None:
-            scene.member.stop()
-        else:
-            scene.children[0].say(Failed(message=cause))
-        scene.children[0].say(Closing())
-        await asyncio.sleep(2.5)
-        assert len(scene.said) == 1
-        await asyncio.sleep(1)
-        assert await scene.children[0].wait() == -9
-        if cause is None:
-            await running
-        else:
-            scene.member.kill()
-    why = "killed as its engine did not close within 3 s (supervision.close_timeout_s)"
-    restart = ("failed", f"{cause}; starts again in 0.2 s")
-    assert scene.said[1] == (("stopped", why) if cause is None else restart)
-
-
-@pytest.mark.virtual
-async def test_a_process_that_falls_silent_is_killed_and_started_again() -> None:
-    """One that says that it is there lives on."""
-    settings = Supervision(liveness_timeout_s=10, restart_delay_s=0.5)
-    scene = Scene(process(Ready(detail="a")), process(Ready(detail="b")), settings=settings)
-    failures: list[tuple[str, str]] = []
-    scene.member.on_failure = lambda name, reason: failures.append((name, reason))
-    async with scene.running():
-        await scene.member.ready.wait()
-        for _ in range(40):
-            await asyncio.sleep(1)
-            scene.children[0].say(Beat())
-        assert len(scene.children) == 1
-        await asyncio.sleep(11)
-        assert len(scene.children) == 2
-        assert await scene.children[0].wait() == -9
-        assert failures == [("worker-1", "silent")]
-        failure = ProcessFailed(name="worker-1", reason="silent", count=1)
-        scene.member.tell(failure)
-        assert scene.children[1].told == [failure]
-    said = "killed after 10 s of silence (supervision.liveness_timeout_s); starts again in 0.5 s"
-    assert scene.said[1] == ("failed", said)
 
 
 @pytest.mark.parametrize(

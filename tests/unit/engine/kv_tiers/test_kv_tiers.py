@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.events import BlockStored, Tier
+from penstock.core.types.events import Tier
 from penstock.core.types.requests import FinishReason
 from penstock.engine.kv_tiers import KvConfig, TierSize, tier_maker
 from penstock.engine.mock.engine import MockConfig, mock_engine
@@ -93,16 +93,6 @@ async def test_the_break_even_of_each_tier_is_said_before_the_first_request(tmp_
         assert answer.cached_tokens == 0, "a probe leaves nothing behind"
 
 
-async def test_events_name_the_tier_before_the_device_gives_the_block_up():
-    async with EngineProbe(engine()) as probe:
-        await answered(probe, "first", prompt(0))
-        await idle(probe)
-        await answered(probe, "second", prompt(1))
-        tiers = [event.tier for event in probe.events if isinstance(event, BlockStored)]
-        assert tiers[:2] == [Tier.DEVICE, Tier.HOST]
-        assert probe.info.lower_tier_blocks == 64 * 16
-
-
 async def test_few_device_blocks_are_pinned_for_offloads_and_the_others_follow():
     tier = HeldTier()
     async with EngineProbe(held(tier, blocks=32)) as probe:
@@ -115,42 +105,6 @@ async def test_few_device_blocks_are_pinned_for_offloads_and_the_others_follow()
             tier.end_offload()
         assert sum(sizes) == 14
         assert probe.engine.kv.counts[0].dropped_blocks == 0
-
-
-async def test_blocks_evicted_before_they_were_copied_are_shed():
-    tier = HeldTier()
-    async with EngineProbe(held(tier, blocks=32)) as probe:
-        await answered(probe, "first", prompt(0))
-        probe.engine.pool.reset()
-        tier.end_offload()
-        assert not tier.offloads
-        (counts,) = probe.engine.load().kv_tiers
-        assert (counts.offloaded_blocks, counts.dropped_blocks) == (4, 3)
-
-
-async def test_a_cleared_cache_is_cleared_in_every_tier():
-    async with EngineProbe(engine()) as probe:
-        await answered(probe, "first", prompt(0))
-        await idle(probe)
-        probe.engine.clear_cache()
-        again = await answered(probe, "again", prompt(0))
-        assert again.cached_tokens == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "blocks"),
-    [("8GiB", 8 << 20), ("1.5MiB", 1536), ("5x", 50_000), ("0.5x", 5_000), ("2048B", 2), ("0", 0), (0, 0)],
-)
-def test_sizes(text, blocks):
-    assert TierSize.parse(text).blocks(10_000, 1024) == blocks
-
-
-@pytest.mark.parametrize(
-    "text", ["8", 5, "-1GiB", "8 gigs", "x", None, True, [], "1e9GiB", "nan", "8GiB GiB"]
-)
-def test_sizes_without_a_unit_are_refused(text):
-    with pytest.raises(ConfigError, match="with its unit"):
-        KvConfig.parse({"host": text}, source="t")
 
 
 @pytest.mark.parametrize(("text", "why"), [("1B", "less than one block"), ("99999x", "at most 10,000 times")])

@@ -4,7 +4,6 @@ import pytest
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, SamplingParams
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.engine.scheduling.order import tenant_turns
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import Sampled, SequenceLimits
 from penstock.kv.pool.pool import BlockPool
@@ -99,18 +98,6 @@ def test_ends(sampling, token, expected):
     assert scheduler.plan() is None
 
 
-def test_a_short_prompt_overtakes_a_long_one_that_is_under_way():
-    scheduler = make_scheduler(num_blocks=200, context_length=400, order="shortest")
-    scheduler.submit(make_request("long", prompt(300)))
-    step(scheduler)
-    scheduler.submit(make_request("short", prompt(10, 50)))
-    scheduler.submit(make_request("shorter", prompt(5, 70)))
-    plan, _ = step(scheduler)
-    assert rows(scheduler, plan) == [("long", 1, False), ("shorter", 5, True), ("short", 10, True)]
-    plan, _ = step(scheduler)
-    assert rows(scheduler, plan) == [("short", 1, True), ("shorter", 1, True), ("long", 14, False)]
-
-
 def computed_by_step(scheduler, steps):
     """Take steps, and give the prompt tokens that each request computes in them."""
     computed = []
@@ -133,46 +120,12 @@ def test_a_prompt_of_a_tenant_that_was_served_less_overtakes_one_that_is_under_w
     scheduler.check()
 
 
-def test_a_tenant_overtakes_others_by_no_more_than_its_credit(monkeypatch):
-    monkeypatch.setattr(tenant_turns, "CREDIT_TOKENS", 32)
-    scheduler = make_scheduler(num_blocks=200, context_length=400)
-    scheduler.submit(make_request("first", prompt(100), max_tokens=1, tenant="a"))
-    scheduler.submit(make_request("quiet", prompt(4, 500), max_tokens=1, tenant="b"))
-    computed_by_step(scheduler, 5)
-    scheduler.submit(make_request("second", prompt(200, 200), max_tokens=1, tenant="b"))
-    turns = [next(iter(each)) for each in computed_by_step(scheduler, 5)]
-    assert turns == ["second", "second", "first", "second", "first"], "two steps ahead, then in turns"
-
-
-def test_steps_are_short_while_tenants_take_turns(monkeypatch):
-    monkeypatch.setattr(tenant_turns.TenantTurns, "turn_tokens", 10)
-    scheduler = make_scheduler(num_blocks=200, context_length=400)
-    scheduler.submit(make_request("long", prompt(100), max_tokens=1, tenant="flood"))
-    assert computed_by_step(scheduler, 1) == [{"long": 16}]
-    scheduler.submit(make_request("quiet", prompt(4, 300), max_tokens=1, tenant="quiet"))
-    assert computed_by_step(scheduler, 2) == [{"long": 10}, {"quiet": 4, "long": 6}]
-
-
 def test_step_limits_keep_prompts_in_parallel():
     ranks = SchedulerConfig.of_ranks(4, max_batch_tokens=8192, max_running_requests=256)
     assert ranks.step_limits(None) == (32768, 8192)
     assert ranks.step_limits(2048) == (8192, 2048)
     assert ranks.step_limits(100) == (2048, 512), "a token for each that runs, and as many for prompts"
     assert SchedulerConfig(max_batch_tokens=512).step_limits(2048) == (512, 512)
-
-
-def test_a_long_prompt_is_not_overtaken_for_ever():
-    scheduler = make_scheduler(num_blocks=2000, context_length=400, order="shortest", ageing=0.25)
-    scheduler.submit(make_request("long", prompt(100)))
-    overtaken = 0
-    for number in range(200):
-        scheduler.submit(make_request(f"r{number}", [number % 90] * 16, max_tokens=1))
-        plan = scheduler.plan()
-        if "long" in [name for name, _, _ in rows(scheduler, plan)]:
-            break
-        scheduler.commit(plan, Sampled(np.where(plan.samples, 1, -1).astype(np.int32)))
-        overtaken += 16
-    assert 300 <= overtaken <= 400, "until what has come since is 84 tokens shorter, and aged by a quarter"
 
 
 def test_a_worker_takes_the_shortest_first_as_long_as_it_is_not_aggregated_and_as_many_tokens_as_these():

@@ -65,27 +65,6 @@ async def test_those_that_arrive_take_no_place_and_have_less_time() -> None:
     assert admission.inflight == 0
 
 
-async def test_time_is_up_but_a_timeout_of_something_inside_stays_what_it_is() -> None:
-    admission = admission_of(1)
-    late = pytest.raises(DeadlineExceeded, match="longer than 600 s")
-    with admitted(admission) as slot, late, slot.limit():
-        await asyncio.sleep(3600)
-    with admitted(admission) as slot, pytest.raises(TimeoutError), slot.limit():
-        raise TimeoutError
-
-
-async def test_a_cancelled_task_is_not_late() -> None:
-    admission = admission_of(1)
-
-    async def request() -> None:
-        with admitted(admission) as slot, slot.limit():
-            await asyncio.sleep(3600)
-
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(request(), 1)
-    assert admission.inflight == 0
-
-
 async def test_the_deadline_moves_both_ways_while_the_request_runs() -> None:
     loop = asyncio.get_running_loop()
     admission = admission_of(1)

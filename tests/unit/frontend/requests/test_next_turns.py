@@ -238,16 +238,6 @@ async def test_turns_and_bodies_kept_are_bounded() -> None:
         assert scene.turns.follow(request, prepared, half) is not None, "those were never answered"
 
 
-async def test_a_turn_that_was_given_up_leaves_its_place_to_the_next() -> None:
-    async with scene_of(turns_max=1) as scene:
-        scene.outcomes = ["hang"]
-        await scene.answer(session={"id": "s", "action": "open"})
-        await scene.hanging.wait()
-        await scene.answer(session={"id": "s"}, content="and " + LONG)
-        await scene.ended()
-        assert [scene.count(outcome) for outcome in ("arrived", "dropped", "computed")] == [1, 0, 1]
-
-
 async def test_failures_are_counted_and_end_nothing_else() -> None:
     async with scene_of() as scene:
         scene.outcomes = [Unavailable("no worker is left"), ValueError("odd")]

@@ -142,39 +142,6 @@ async def test_free_places_are_shared_and_none_is_left_over() -> None:
         assert each[1].ask(64) >= (64 - len(each[1].held)) // 2, "a share at once, the rest soon"
 
 
-async def test_a_tenant_at_one_frontend_has_all_places_at_once() -> None:
-    async with deployment(TenantConfig(concurrency=8)) as (_, each):
-        assert each[0].ask(20) == 8
-        await asyncio.sleep(2 * IDLE_S)
-        assert each[1].ask(20) == 0
-        each[0].finish()
-        await asyncio.sleep(BUSY_S + 2 * PAUSE_S)
-        assert each[1].ask(20) >= 4
-
-
-async def test_what_a_burst_took_too_much_goes_down_again() -> None:
-    async with deployment(TenantConfig(concurrency=10)) as (_, each):
-        assert [frontend.ask(20) for frontend in each] == [10, 10], "within the time of one exchange"
-        for _ in range(40):
-            await asyncio.sleep(BUSY_S + PAUSE_S)
-            for frontend in each:
-                if frontend.held:
-                    frontend.held.pop().end(now_s())
-                frontend.ask(20)
-        assert held(each) <= 11
-
-
-async def test_the_share_of_a_frontend_that_ends_goes_with_it() -> None:
-    async with deployment(TenantConfig(concurrency=9), frontends=3) as (_, each):
-        for frontend in each:
-            assert frontend.ask(3) == 3
-        await asyncio.sleep(2 * IDLE_S)
-        assert [frontend.ask() for frontend in each] == [0, 0, 0]
-        await each[0].end()
-        await asyncio.sleep(2 * BUSY_S)
-        assert each[1].ask(9) + each[2].ask(9) in {3, 4}
-
-
 async def test_another_worker_counts_when_one_dies() -> None:
     async with deployment(TenantConfig(requests_per_s=20, concurrency=8), workers=2) as (cluster, each):
         await flood(each, 10.0)
@@ -228,14 +195,3 @@ async def test_idle_frontends_exchange_once_a_second_and_those_without_limits_ne
     async with deployment(TenantConfig()) as (_, each):
         assert await flood(each, 10.0) > 1000
         assert each[0].exchanges == 0
-
-
-async def test_limits_that_are_taken_away_and_come_back_begin_anew() -> None:
-    async with deployment(TenantConfig(requests_per_s=20)) as (_, each):
-        for frontend in each:
-            frontend.usage.limit(TenantConfig(), now_s())
-        await flood(each, 5.0)
-        for frontend in each:
-            frontend.usage.limit(TenantConfig(requests_per_s=20), now_s())
-        await asyncio.sleep(2 * IDLE_S)
-        assert [frontend.ask(30) for frontend in each] == [20, 20]

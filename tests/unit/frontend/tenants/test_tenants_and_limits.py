@@ -83,15 +83,6 @@ def test_tokens_are_charged_as_expected_and_then_as_used() -> None:
     usage.admit(11.2)
 
 
-def test_a_prompt_larger_than_a_minutes_tokens_is_served_and_paid_for() -> None:
-    usage = Usage("t", TenantConfig(tokens_per_min=60), 0.0)
-    use = usage.admit(0.0)
-    use.charge(600, 1, lambda: (600, 1), 0.0)
-    use.end(0.0)
-    assert refused(usage, 0.0).retry_after_s == pytest.approx(542.0)
-    usage.admit(542.1)
-
-
 def test_other_limits_keep_what_was_used() -> None:
     usage = Usage("t", TenantConfig(requests_per_s=2, concurrency=9), 0.0)
     usage.admit(0.0)

@@ -1,9 +1,7 @@
 """Prompts: models loaded on first use, tokens word by word, and what cannot fit refused without being tokenized."""
 
 import asyncio
-import json
 import random
-import threading
 import unicodedata
 
 import msgspec
@@ -16,7 +14,7 @@ from penstock.frontend.errors import ContextLengthError, UnknownModelError
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, Message
 from penstock.frontend.requests.preprocess import Preprocessor
 from penstock.frontend.text import words
-from penstock.frontend.text.length import _NFC_SHRINKS_MAX, _SPACES, LengthBound
+from penstock.frontend.text.length import _NFC_SHRINKS_MAX, LengthBound
 from penstock.frontend.text.models import ModelCache, ServedModel
 from penstock.frontend.text.words import WordTokens
 from tests.support.dispatcher import ScriptedDispatcher, speak
@@ -233,40 +231,6 @@ def test_probes_find_a_tokenizer_that_cuts_otherwise(monkeypatch: pytest.MonkeyP
     agree(tokens, trained(None), CORPUS[0])
 
 
-def test_new_words_are_cached_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "_WORDS_MAX", 400)
-    tokenizer = trained(None)
-    tokens = words_of(tokenizer)
-    for start in range(0, 4000, 40):
-        agree(tokens, tokenizer, "".join(f" w{number}" for number in range(start, start + 40)))
-        assert len(tokens._words) <= 400
-    long = "x" * 10_000
-    agree(tokens, tokenizer, long)
-    assert long not in tokens._words
-
-
-def test_threads_share_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "_WORDS_MAX", 200)  # it is emptied all the time
-    tokenizer = trained(None)
-    tokens = words_of(tokenizer)
-    texts = [" ".join(f"w{(start + number) % 500}" for number in range(30)) for start in range(0, 500, 25)]
-    expected = [tokenizer.encode(text).ids for text in texts]
-    wrong = []
-
-    def encode() -> None:
-        for _ in range(20):
-            wrong.extend(
-                text for text, ids in zip(texts, expected, strict=True) if tokens.encode(text).tolist() != ids
-            )
-
-    threads = [threading.Thread(target=encode) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def bound(tokenizer: Tokenizer) -> LengthBound:
     return LengthBound(tokenizer, tokenizer.to_str().encode())
 
@@ -285,33 +249,6 @@ def pieces(*, byte_fallback: bool = True) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return tokenizer
-
-
-def test_a_text_has_at_least_its_bytes_through_those_of_the_longest_token() -> None:
-    assert bound(tiny()).tokens_min("x" * 13_000) == 1000  # <|assistant|>
-    assert bound(pieces()).tokens_min("x" * 6_001) == 1001  # <0x..>
-    assert bound(tiny()).tokens_min("") == 0
-
-
-def test_white_space_does_not_count_since_a_special_token_may_swallow_it() -> None:
-    tokenizer = tiny()
-    tokenizer.add_tokens([AddedToken("<think>", lstrip=True, rstrip=True)])
-    text = "<think>" + " \n\u3000\u00a0" * 5000
-    assert len(tokenizer.encode(text).ids) == 1
-    assert bound(tokenizer).tokens_min(text) == 1
-
-
-def test_all_white_space_is_known() -> None:
-    assert [chr(code) for code in range(0x110000) if chr(code).isspace()] == list(_SPACES)
-
-
-def test_unicode_normalization_is_reckoned_with() -> None:
-    tokenizer = tiny()
-    tokenizer.normalizer = normalizers.NFC()
-    text = "\u1100\u1161\u11a8" * 4000  # nine bytes that become three
-    assert bound(tiny()).tokens_min(text) == -(-36_000 // 13)
-    assert bound(tokenizer).tokens_min(text) == -(-36_000 // (13 * _NFC_SHRINKS_MAX))
-    assert bound(tokenizer).tokens_min("x" * 13_000) == 1000  # ASCII stays as it is
 
 
 def test_no_text_shrinks_more_than_is_reckoned_with() -> None:
@@ -380,10 +317,3 @@ def test_what_cannot_fit_is_not_tokenized() -> None:
     assert (no.value.param, no.value.http_status) == ("messages", 400)
     with pytest.raises(ContextLengthError, match=r"prompt: 7000000 bytes are at least 538462 tokens"):
         prepare(CompletionRequest(model="tiny", prompt=text), served, len(text))
-
-
-def test_the_length_of_added_tokens_counts() -> None:
-    tokenizer = tiny()
-    tokenizer.add_special_tokens(["<|" + "é" * 50 + "|>"])
-    assert json.loads(tokenizer.to_str())["added_tokens"][-1]["content"].startswith("<|é")
-    assert bound(tokenizer).tokens_min("x" * 1040) == 10

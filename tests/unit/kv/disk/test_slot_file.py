@@ -33,22 +33,6 @@ async def test_buffers_may_be_scattered_and_unaligned(tmp_path: Path) -> None:
     await slots.close()
 
 
-async def test_the_least_recently_used_tails_make_room_before_and_after_a_restart(tmp_path: Path) -> None:
-    old, used, new = chain(3, 1), chain(3, 2), chain(4, 3)
-    slots = make(tmp_path, slots=6)
-    await slots.store(used, content(used))
-    await slots.store(old, content(old))
-    await slots.load(used, targets(3))
-    await slots.close()
-    slots = make(tmp_path, slots=6)
-    assert await slots.store(new[:2], content(new[:2])) == 2
-    assert [slots.locate(hashes) for hashes in (old, used, new)] == [1, 3, 2]
-    assert await slots.store(new, content(new)) == 4
-    assert [slots.locate(hashes) for hashes in (old, used, new)] == [0, 2, 4]
-    slots.check()
-    await slots.close()
-
-
 @pytest.mark.parametrize(
     "change",
     [

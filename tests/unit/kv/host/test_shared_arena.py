@@ -54,30 +54,6 @@ async def test_a_reader_that_missed_a_note_learns_it_from_the_record():
     await closed(one, two)
 
 
-@pytest.mark.parametrize("has_ended", [True, False])
-async def test_blocks_survive_their_worker_and_its_successor_adopts_them(has_ended):
-    host = SharedHost()
-    one, two = host.worker(0), host.worker(1)
-    await one.offload(chain(6))
-    await one.offload(chain(4, 1))
-    assert await one.load(chain(6)) == 6
-    two.tier.locate(chain(6))
-    if has_ended:
-        await one.tier.close()
-    else:
-        one.kill()
-    assert await two.load(chain(6)) == 6
-    again = host.worker(0)
-    stored = known(again.tier.take_events())
-    assert stored == {*chain(6)[:, 0].tolist(), *chain(4, 1)[:, 0].tolist()}
-    assert await again.load(chain(6)) == 6
-    assert two.tier.locate(chain(6)) == 6
-    assert await again.offload(chain(SLOTS - 6, 2)) == SLOTS - 6
-    assert again.tier.locate(chain(6)) == 6, "it was used last"
-    assert two.tier.locate(chain(4, 1)) == 0
-    await closed(again, two)
-
-
 async def test_a_block_that_is_overwritten_while_another_worker_loads_it_is_only_missing():
     host = SharedHost()
     one, two = host.worker(0), host.worker(1)
@@ -92,21 +68,6 @@ async def test_a_block_that_is_overwritten_while_another_worker_loads_it_is_only
     assert two.tier.locate(chain(8)) == 0
     assert await two.load(chain(8, 4)) == 8
     await closed(one, two)
-
-
-async def test_equal_bytes_under_another_record_do_not_count_as_loaded():
-    """A record may change after the bytes were copied; whoever loads does not rely on the checksum alone."""
-    host = SharedHost()
-    one, two = host.worker(0), host.worker(1)
-    await one.offload(chain(4))
-    assert two.tier.locate(chain(4)) == 4
-    with two.loads_held():
-        loading = two.begin_load(chain(4))
-        host.clear_record(0, chain(4)[2:3])
-    assert await loading == 2
-    assert two.tier.num_corrupt == 0
-    await closed(two)
-    await one.tier.close()
 
 
 async def test_blocks_of_another_namespace_are_neither_seen_nor_adopted():

@@ -8,7 +8,6 @@ import pytest
 
 from penstock.core.errors import RequestError
 from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState
 from penstock.planner.act.actor import Actor, ActorConfig
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.act.worker_changes import TimedChanges
@@ -83,22 +82,6 @@ async def test_a_change_while_the_actor_acts_stops_it():
     assert (await actor.carry_out({P: 4, D: 1})).held.startswith("somebody has set 2 prefill, 3 decode")
 
 
-@pytest.mark.virtual
-async def test_two_actors_do_not_fight():
-    connector = MemoryConnector({A: 2})
-    first, second = (Actor(connector, by=name, config=ActorConfig(hold_s=1000)) for name in ("one", "two"))
-    await first.carry_out({A: 2})
-    await second.carry_out({A: 5})
-    changes = 0
-    for _ in range(100):
-        before = await counts(connector)
-        await first.carry_out({A: 2})
-        await second.carry_out({A: 5})
-        changes += await counts(connector) != before
-        await asyncio.sleep(10)
-    assert changes <= 2
-
-
 async def starts_of(actor, seconds, target):
     """Carry out a target every 5 s; returns the times at which workers were added, and all reasons for waits."""
     loop, added, waits = asyncio.get_running_loop(), [], []
@@ -144,17 +127,6 @@ async def test_a_silent_worker_is_replaced_after_the_deadline_and_one_that_speak
 
 
 @pytest.mark.virtual
-async def test_the_deadline_follows_measured_starts():
-    connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=500))
-    actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=2))
-    await actor.carry_out({A: 2})
-    await asyncio.sleep(400)
-    assert (await actor.carry_out({A: 2})).plan.is_empty
-    await asyncio.sleep(200)
-    assert all(r.state is ReplicaState.READY for r in (await connector.scale()).replicas)
-
-
-@pytest.mark.virtual
 async def test_a_role_that_somebody_else_scales_is_left_alone():
     class Owned(MemoryConnector):
         async def scale(self, after=None):
@@ -195,19 +167,6 @@ class Rigid(MemoryConnector):
         raise RequestError("transfers no KV", http_status=409)
 
 
-@pytest.mark.virtual
-async def test_where_flips_fail_workers_are_started_instead():
-    connector = Rigid({P: 1, D: 2})
-    actor = Actor(connector)
-    assert (await actor.carry_out({P: 2, D: 1})).refused == ("transfers no KV",)
-    outcome = await actor.carry_out({P: 2, D: 1})
-    assert (outcome.plan.adds, outcome.plan.retires) == ({P: 1}, ())
-    assert await counts(connector) == {P: 2, D: 2}, "one that serves leaves once the new one serves"
-    await asyncio.sleep(25)
-    await actor.carry_out({P: 2, D: 1})
-    assert await counts(connector) == {P: 2, D: 1}
-
-
 @pytest.mark.parametrize(("begins", "seconds"), [(False, 30), (True, 600)])
 @pytest.mark.virtual
 async def test_a_refused_flip_is_tried_again_soon_and_one_that_failed_once_begun_later(begins, seconds):
@@ -219,23 +178,3 @@ async def test_a_refused_flip_is_tried_again_soon_and_one_that_failed_once_begun
     assert actor.rigid == ((D, P),)
     await asyncio.sleep(2)
     assert actor.rigid == ()
-
-
-@pytest.mark.virtual
-async def test_workers_that_serve_stay_while_others_wait_to_start():
-    """From aggregated to disaggregated, whose workers never start."""
-    connector = Rigid({A: 2, P: 0, D: 0}, changes=TimedChanges(starts_s=1e9))
-    actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=0))
-    _, waits = await starts_of(actor, 1800, {A: 0, P: 1, D: 1})
-    assert (await counts(connector))[A] == 2
-    assert any(wait.startswith("prefill: 1 more wanted") for wait in waits)
-
-
-@pytest.mark.virtual
-async def test_more_than_finds_room_is_said():
-    connector = MemoryConnector({A: 1}, workers_max=3)
-    outcome = await Actor(connector).carry_out({A: 9})
-    assert outcome.refused == (
-        "aggregated: 8 more are wanted, 2 can be added: at most 3 workers, all roles together",
-    )
-    assert await counts(connector) == {A: 3}

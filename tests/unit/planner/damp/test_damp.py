@@ -1,16 +1,11 @@
 """Damped numbers of replicas at given times, and roles that exchange workers during their cool-down."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.types.instances import Role
 from penstock.planner.damp.damper import Damper, DamperConfig
 from penstock.planner.damp.damping import Damping
-from penstock.planner.damp.warm import warm
-from penstock.planner.observe.observation import WorkerView
-from penstock.runtime.observations.windows import Digest
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
 
@@ -52,11 +47,6 @@ def test_a_decrease_goes_to_the_most_that_was_wanted_meanwhile():
     assert damper.damp(305, 4, 2) == 2
 
 
-def test_samples_of_cold_workers_are_masked():
-    old = WorkerView("a", Role.DECODE, 60.0, Digest(), 0, 0, 0, 0, 0, 0, 0, 0)
-    assert warm([old, replace(old, name="b", ready_s=5.0)], 30.0) == (old,)
-
-
 def test_a_cool_down_is_as_long_as_a_start_at_least():
     damper = Damper(DamperConfig(cool_down_s=100))
     assert damper.damp(0, 6, 6, 300) == 6
@@ -78,34 +68,3 @@ def test_a_surplus_takes_the_role_that_lacks_workers():
         "decode: 2 wanted, 3 kept for 100 s of cool-down",
         "decode: 2 may become prefill during the cool-down",
     )
-
-
-def test_no_more_change_roles_than_are_spare_or_lack():
-    assert damping().damp(0, {P: 1, D: 3}, {P: 5, D: 2}).target == {P: 5, D: 2}
-    assert damping(replicas_min=3).damp(0, {P: 3, D: 3}, {P: 5, D: 1}).target == {P: 5, D: 3}
-
-
-def test_workers_go_back_after_a_while_only():
-    both = damping()
-    assert both.damp(0, {P: 1, D: 3}, {P: 2, D: 2}).target == {P: 2, D: 2}
-    assert both.damp(10, {P: 2, D: 2}, {P: 1, D: 3}).target == {P: 2, D: 3}
-    assert both.damp(31, {P: 2, D: 2}, {P: 1, D: 3}).target == {P: 1, D: 3}
-
-
-def test_roles_that_cannot_be_changed_wait_for_the_cool_down():
-    found = damping().damp(0, {P: 1, D: 3}, {P: 2, D: 2}, may_flip=lambda _one, _other: False)
-    assert found.target == {P: 2, D: 3}
-
-
-def test_a_worker_is_given_to_one_role_only():
-    bounds = DamperConfig(cool_down_s=100, replicas_min=0)
-    three = Damping({A: bounds, P: bounds, D: bounds})
-    four = {A: 4, P: 0, D: 0}
-    assert three.damp(0, four, {A: 2, P: 0, D: 0}).target == four
-    assert three.damp(100, four, {A: 2, P: 0, D: 0}).target == {A: 2, P: 0, D: 0}
-    found = three.damp(105, four, {A: 0, P: 2, D: 2})
-    assert found.target == {A: 0, P: 2, D: 2}, "two leave anyway, and two more are needed"
-
-
-def test_more_than_the_bound_is_reduced_at_once():
-    assert Damper(DamperConfig(replicas_max=4)).damp(0, 9, 9) == 4

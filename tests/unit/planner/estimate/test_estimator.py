@@ -56,14 +56,6 @@ def estimator(slo=SLO):
     return Estimator([CAPACITY], slo, interval_s=10.0, horizon_s=120.0)
 
 
-def test_without_a_request_nothing_is_expected():
-    expected = estimator().expect(
-        Observation(at_s=0.0, seconds=10.0, demand=Demand()), warm={Role.AGGREGATED: 1}
-    )
-    assert (expected.rate_per_s, expected.queued, expected.ttft_s) == (0.0, 0, None)
-    assert expected.input_tokens > 1
-
-
 def test_the_first_intervals_are_taken_with_a_reserve():
     new = estimator()
     new.take(seen(4.0))
@@ -109,20 +101,6 @@ def test_a_surge_of_work_is_one_without_more_requests():
     more = new.surges(seen(24.0), expected)
     load = new.forecasts["decode_load"]
     assert more[D] == pytest.approx(24.0 * load.high / load.mean, rel=0.01), "with the band of the forecast"
-
-
-def test_present_latencies_count_only_once_workers_are_warm():
-    slow = seen(4.0, ttft_s=digest(3.0, 40), itl_s=digest(0.05, 40))
-    expected = estimator().expect(slow, warm={Role.AGGREGATED: 1})
-    assert (expected.ttft_s, expected.itl_s) == (pytest.approx(3.0, rel=0.1), None)
-    assert estimator().expect(slow, warm={Role.AGGREGATED: 0}).ttft_s is None
-
-
-def test_what_waits_in_workers_for_long_is_queued():
-    waiting = replace(IDLE, waiting_requests=5, oldest_wait_s=0.8)
-    between_steps = replace(IDLE, waiting_requests=7, oldest_wait_s=0.02)
-    now = replace(seen(4.0, queued=3), workers=(waiting, between_steps))
-    assert estimator().expect(now, warm={Role.AGGREGATED: 1}).queued == 8
 
 
 def test_a_longer_horizon_is_learned_from_what_was_seen():
@@ -172,22 +150,3 @@ def test_latencies_of_warm_workers_correct_the_prediction():
     for _ in range(150):
         found.take(slow, warm=warm)
     assert found.expect(slow, warm=warm).itl_factor == pytest.approx(1.5, rel=0.1)
-
-
-def test_rare_requests_are_described_by_as_many_as_the_percentile_needs():
-    """At 0.4 requests/s, 30 intervals have 120 requests; at a tenth of it the distribution reaches further back."""
-    new = estimator(STRICT)
-    for _ in range(100):
-        new.take(seen(0.4))
-    assert new.expect(seen(0.4), warm={}).input_lengths.count == 120
-    for _ in range(60):
-        new.take(seen(0.1, inputs=300))
-    expected = new.expect(seen(0.1), warm={})
-    assert expected.input_lengths.count == 60 + 40
-    assert 100 < expected.input_tokens < 300
-
-
-def test_a_few_steps_correct_nothing():
-    found = StepFactor(MODEL)
-    found.learn([replace(IDLE, step_s=digest(1.0, 5), running_requests=1)] * 10, 10.0)
-    assert found.value == 1.0

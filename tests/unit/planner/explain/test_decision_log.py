@@ -4,12 +4,10 @@ import os
 import threading
 import time
 
-import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
-from penstock.deploy.commands.planner.text import paragraphs
 from penstock.planner.decide.decision import Decision, RoleTerm
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.slo import Slo
@@ -132,21 +130,6 @@ def until(holds):
         time.sleep(0.01)
 
 
-def test_a_file_that_somebody_removes_is_made_again(tmp_path):
-    path = tmp_path / "planner.jsonl"
-    log = DecisionLog(path, RUN)
-    log.put(record(1, is_floor=True))
-    until(lambda: path.exists() and b'"round"' in path.read_bytes())
-    path.unlink()
-    log.put(record(2, is_floor=True))
-    log.close()
-    assert log.lost == 0
-    assert [(type(entry), getattr(entry, "continues", None)) for entry in read_entries(path)] == [
-        (Run, True),
-        (Round, None),
-    ]
-
-
 def test_a_full_disk_loses_lines_and_then_writes_again(tmp_path):
     path = tmp_path / "planner.jsonl"
     path.symlink_to("/dev/full")
@@ -158,16 +141,6 @@ def test_a_full_disk_loses_lines_and_then_writes_again(tmp_path):
     log.close()
     assert log.lost == 2
     assert numbers(path) == [(2, 0)]
-
-
-def test_a_line_of_no_time_is_damaged(tmp_path):
-    path = tmp_path / "planner.jsonl"
-    lines = (
-        msgspec.json.encode(Round(time_s=time_s, record=record(number)))
-        for number, time_s in enumerate((1.0, -1.0, 1e308, 2.0))
-    )
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    assert numbers(path) == [(0, 0), (3, 0)]
 
 
 def test_what_is_no_log_is_refused(tmp_path):
@@ -184,22 +157,3 @@ def test_what_is_no_log_is_refused(tmp_path):
         list(read_entries(tmp_path / "none"))
     with pytest.raises(ConfigError, match="is a directory"):
         list(read_entries(tmp_path))
-
-
-def test_silent_workers_and_waits_are_told():
-    record = DecisionRecord(
-        number=1,
-        at_s=0.0,
-        seen=Seen(seconds=10.0, silent=("decode-2", "frontend-1")),
-        retires=("decode-2",),
-        overdue=("decode-1", "decode-2"),
-        waits=("decode: 1 more wanted, tried again in 60 s, as 2 starts in a row were not done in time",),
-    )
-    assert record.explain() == (
-        "decode-2 retires: decode-1 was not ready in time; decode-2 has been silent for too long; decode: 1 more wanted, tried"
-        " again in 60 s, as 2 starts in a row were not done in time"
-    )
-    said = list(paragraphs(Round(time_s=0.0, record=record)))
-    assert "  overdue   decode-1 was not ready in time" in said
-    assert "            decode-2 has been silent for too long" in said
-    assert any(line.startswith("  waits     decode: 1 more wanted") for line in said)

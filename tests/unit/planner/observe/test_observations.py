@@ -106,17 +106,6 @@ async def test_a_process_that_is_ready_and_never_heard_is_silent():
     assert stream.observe(10.0).silent == ("decode-1", "decode-2", "decode-3")
 
 
-@pytest.mark.virtual
-async def test_windows_that_arrive_at_once_after_a_pause_are_of_the_whole_pause():
-    stream = ObservationStream()
-    await asyncio.sleep(30)
-    for _ in range(25):  # the supervisor stood still for 25 s
-        stream.put("frontend-1", requests(8))
-        stream.put("frontend-2", requests(2))
-    seen = stream.observe(10.0)
-    assert (seen.demand.arrivals_per_s, seen.seconds) == (10.0, 25.0)
-
-
 class Server:
     """Answers by the metric in a query: a number, or (le, number) of each bucket."""
 

@@ -41,18 +41,3 @@ def test_a_set_up_that_is_no_time_counts_for_nothing(nonsense):
     exchange = msgspec.structs.replace(costly("tcp"), setups_s=(nonsense,))
     found = pairs(worker("p", exchange), worker("d", exchange))
     assert links(2).setups_s(found, 0) is None
-
-
-def test_set_ups_are_of_those_who_take_prompts_over():
-    exchange = costly("tcp")
-    found = pairs(worker("p0", exchange), worker("p1", exchange), worker("d0", exchange))
-    found.put(3, worker("d1", exchange, layout=None))
-    table = links(5)
-    setups_s = table.setups_s(found, 0)
-    assert setups_s.tolist() == [0.0, 0.0, 0.1, 0.0, 0.0], "d1 keeps no memory for KV"
-    assert table.setups_s(found, 0) is setups_s
-    found.put(4, worker("d2", costly("tcp", "shm")))
-    assert table.setups_s(found, 1).tolist() == [0.0, 0.0, 0.1, 0.0, 0.1]
-    assert table.setups_s(found, 7) is None, "nobody is there"
-    nothing = pairs(worker("p", exchange, layout=None), worker("d", exchange, layout=None))
-    assert links(2).setups_s(nothing, 0) is None, "neither keeps memory for KV: nothing is read"

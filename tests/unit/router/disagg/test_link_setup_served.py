@@ -5,7 +5,6 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.core.types.instances import Role
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.transfer.transports.memory import MemoryTransport
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
@@ -112,17 +111,6 @@ def test_a_link_is_used_once_as_much_was_credited_as_it_costs_and_stays_open():
     run_distant(scene, registry=registry)
 
 
-@distant(("p0", "d0", "d1"), router=FORCED)
-async def test_of_decode_workers_that_are_alike_the_one_with_a_link_goes_on(cluster, dispatcher):
-    first, took_s = await ask(dispatcher, 0)
-    assert took_s > SETUP_S
-    for number in range(1, 7):  # whose hashes would send some to either
-        explained, took_s = await ask(dispatcher, number)
-        assert [(one.prefill.worker, one.worker) for one in explained] == [("p0", first[0].worker)]
-        assert explained[0].prefill.link_setup == 0.0
-        assert took_s < SETUP_S
-
-
 async def charge_ms(dispatcher, number):
     explained, _ = await ask(dispatcher, number)
     return explained[0].prefill.link_setup
@@ -135,17 +123,3 @@ async def test_another_frontend_hears_that_a_link_is_there(cluster, dispatcher):
         await other.looked()
         await asyncio.sleep(1)  # until the decode worker has told of its load
         assert await charge_ms(other, 1) == 0.0
-
-
-@pytest.mark.parametrize("victim", ["p0", "d0"])
-@distant(router=FORCED)
-async def test_a_worker_that_was_lost_and_is_back_has_no_link(cluster, dispatcher, victim):
-    assert await charge_ms(dispatcher, 0) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
-    assert await charge_ms(dispatcher, 1) == 0.0
-    cluster.kill(victim)
-    await asyncio.sleep(10)  # its lease runs out
-    role = Role.PREFILL if victim == "p0" else Role.DECODE
-    await cluster.start(victim, tiny_engine(), role=role, prices=PRICES, transport=DistantTransport())
-    await asyncio.sleep(1)
-    assert await charge_ms(dispatcher, 2) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
-    assert await charge_ms(dispatcher, 3) == 0.0

@@ -9,7 +9,6 @@ from penstock.core.errors import Unavailable
 from penstock.core.types.requests import FinishReason, Request
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.explain.explanation import LeftOut, RouteReason
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, small_card
@@ -52,22 +51,6 @@ async def answered(dispatcher: Dispatcher, engines: dict[str, ManualEngine], req
         async for _ in stream:
             pass
     return worker
-
-
-@scenario({"w1": ("a",), "w2": ("b",), "w3": ("b",)})
-async def test_requests_go_to_a_holder_of_their_adapter_only(cluster, dispatcher, engines):
-    for number in range(6):
-        assert await answered(dispatcher, engines, asked(f"a{number}", "a")) == "w1"
-        assert await answered(dispatcher, engines, asked(f"b{number}", "b")) in {"w2", "w3"}
-    decision = dispatcher.explain("a0")[0]
-    assert (decision.adapter, decision.reason, decision.num_candidates) == (
-        "a",
-        RouteReason.ONLY_WORKER,
-        1,
-    )
-    assert decision.left_out == tuple(LeftOut(worker=name, why="without_adapter") for name in ("w2", "w3"))
-    (view,) = [view for view in dispatcher.workers() if view.name == "w2"]
-    assert view.adapters == ("b",)
 
 
 @scenario({"w1": ()}, no_worker_wait_s=5.0)

@@ -114,24 +114,6 @@ async def finish(setting: Setting, stream: OpenRequest, request_id: str = "r") -
 
 
 @scenario()
-async def test_tokens_stream_to_the_end(setting):
-    async with setting.dispatcher.open(make_request()) as stream:
-        await settle()
-        engine = setting.engines[setting.holder()]
-        engine.emit("r", 1, cached_tokens=4)
-        first = await anext(stream)
-        engine.emit("r", 2)
-        engine.emit("r", 3, finish=FinishReason.LENGTH)
-        rest = [delta async for delta in stream]
-    assert ids(first) == [1]
-    assert first.cached_tokens == stream.cached_tokens == 4
-    assert [token for delta in rest for token in ids(delta)] == [2, 3]
-    assert rest[-1].finish_reason is FinishReason.LENGTH
-    assert stream.prompt_tokens == 6
-    assert stream.output_tokens == 3
-
-
-@scenario()
 async def test_hashes_are_computed_where_they_are_missing_and_checked_where_not(setting):
     async with setting.dispatcher.open(make_request()) as stream:
         await settle()

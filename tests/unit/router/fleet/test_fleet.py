@@ -9,13 +9,10 @@ import pytest
 
 from penstock.core.errors import Unavailable
 from penstock.core.types.cards import CardFile
-from penstock.core.types.events import AllBlocksCleared, BlockRemoved
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import Request
-from penstock.core.wire import pack_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.explain.explanation import RouteReason
 from penstock.router.workers.member import Condition
 from penstock.seams import RoutingContext
 from tests.support.cluster import MemoryCluster, small_card
@@ -28,33 +25,6 @@ async def route(dispatcher: Dispatcher, request: Request) -> str:
     """Open and leave a request; returns who got it."""
     async with dispatcher.open(request):
         return dispatcher.latest_decisions(1)[-1].worker
-
-
-@scenario()
-async def test_a_prefix_attracts_requests_to_its_holder(cluster, dispatcher, engines):
-    engines["w2"].step(events=[stored(HASHES[:3])])
-    engines["w3"].step(events=[stored(HASHES)])
-    await settle()
-    assert await route(dispatcher, make_request()) == "w3"
-    decision = dispatcher.latest_decisions(1)[-1]
-    assert decision.reason is RouteReason.LONGEST_PREFIX
-    assert (decision.request_blocks, decision.num_candidates) == (6, 3)
-    assert {c.worker: c.overlap_blocks for c in decision.candidates} == {"w3": 5, "w2": 3, "w1": 0}
-    assert decision.next_worker == "w2"
-    chosen, second, _ = decision.candidates
-    assert chosen.cost < second.cost
-    for candidate in decision.candidates:
-        assert candidate.cost == pytest.approx(sum(candidate.terms.values()))
-        assert candidate.tier_blocks["device"] == candidate.overlap_blocks
-    assert chosen.terms["prefill"] < second.terms["prefill"]
-    engines["w3"].step(events=[BlockRemoved(block_hashes=pack_hashes(HASHES[1:]))])
-    await settle()
-    assert await route(dispatcher, make_request()) == "w2"
-    engines["w2"].step(events=[AllBlocksCleared()])
-    await settle()
-    assert await route(dispatcher, make_request()) == "w3"
-    assert view(dispatcher, "w3").indexed_blocks == 1
-    assert view(dispatcher, "w3").event_sequence == 2
 
 
 @scenario(config=RouterConfig(busy_kv_share=0.5, busy_queued_tokens=30))
@@ -96,25 +66,6 @@ async def test_each_models_requests_go_to_its_own_workers_whoever_has_the_prefix
     assert await route(dispatcher, make_request("t")) == "w2"
     (decision,) = dispatcher.explain("t")
     assert [left.worker for left in decision.left_out] == ["w1"], "the other model's is no candidate"
-
-
-@scenario()
-async def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it(cluster, dispatcher, engines):
-    engines["w2"].step(events=[stored(HASHES)])
-    await settle()
-    cluster.kill("w2")
-    await settle()
-    lost = view(dispatcher, "w2")
-    assert lost.condition is Condition.LOST
-    assert "its process is gone" in lost.problem
-    assert lost.indexed_blocks == 0
-    assert await route(dispatcher, make_request()) != "w2"
-    (model,) = dispatcher.models()
-    assert dispatcher.expects(model)
-    assert not dispatcher.expects(f"{model}2")
-    await asyncio.sleep(cluster.discovery.lease_ttl_s + 6)
-    assert [worker.name for worker in dispatcher.workers()] == ["w1", "w3"]
-    assert not dispatcher.expects(model)
 
 
 @pytest.mark.virtual

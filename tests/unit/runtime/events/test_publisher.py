@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 
 from penstock.core.types.events import (
     AllBlocksCleared,
@@ -39,21 +38,6 @@ def replayed(messages):
             parent = block_hash
         mirror.apply(event)
     return mirror
-
-
-@pytest.mark.parametrize(
-    ("ring", "after", "is_snapshot"),
-    [(2, None, True), (2, 2, True), (2, 6, True), (2, 100, True), (2, -7, True), (2, 3, False), (0, 4, True)],
-)
-def test_who_cannot_be_served_from_the_ring_gets_a_snapshot(ring, after, is_snapshot):
-    publisher = EventPublisher(EventConfig(replay_batches_max=ring))
-    for block_hash in range(1, 6):
-        publisher.publish([stored(block_hash)])
-    first = said(publisher, after)[0]
-    assert isinstance(first, EventSnapshot) is is_snapshot
-    assert not is_snapshot or (first.sequence, first.last) == (5, True)
-    assert said(publisher, 5) == []
-    publisher.check()
 
 
 def test_the_ring_is_bounded_by_hashes_too():

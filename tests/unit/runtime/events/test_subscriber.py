@@ -67,21 +67,6 @@ class Recorder(EventSubscriber):
         self.applied(worker_id, part.events)
 
 
-async def test_a_gap_is_asked_for_once_after_a_jitter():
-    subscriber = Recorder(snapshot(3), batch(6), batch(7), batch(8))
-    assert (subscriber.blocks, subscriber.synced, subscriber.resyncs) == ([], False, 1)
-    assert subscriber.faults == ["gap"], "once for all that it makes it ask for"
-    await asyncio.sleep(0.1)
-    assert subscriber.asked == [None, 3]
-    assert 0 < subscriber.times[1] < 0.1
-    subscriber.push(batch(4))
-    assert not subscriber.synced
-    subscriber.push(batch(5))
-    assert subscriber.synced, "the others came before"
-    subscriber.told(*map(batch, (6, 7, 8, 9)))
-    assert subscriber.blocks == [4, 5, 6, 7, 8, 9]
-
-
 async def test_only_so_many_batches_wait_for_those_before_them():
     config = CONFIG.model_copy(update={"early_batches_max": 2})
     subscriber = Recorder(snapshot(3), *map(batch, (5, 6, 7, 4)), config=config)

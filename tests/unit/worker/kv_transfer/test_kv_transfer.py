@@ -7,13 +7,12 @@ import pytest
 
 from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.types.requests import KvHandle, Prefetch
-from penstock.core.wire import encode, unpack_tokens
+from penstock.core.wire import encode
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.worker.config import KvTransferConfig, WorkerConfig
 from penstock.worker.kv_transfer.pin_messages import PIN_MESSAGES, PinFollow
 from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster
-from tests.support.kv_transfer import connect_late
 from tests.support.kv_transfer import tiny_engine as engine
 from tests.support.kv_transfer import tiny_request as request
 from tests.support.kv_transfer import whole_answer as answer
@@ -59,26 +58,6 @@ async def test_what_the_decode_worker_has_is_not_fetched(cluster, dispatcher):
     assert cluster.engine("p0").load().prefix_hit_tokens == 40
 
 
-@run_by(run_scenario, config=WorkerConfig(kv_transfer=KvTransferConfig(pin_ttl_s=1)))
-async def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_again(
-    cluster, dispatcher
-):
-    asked = request("a")
-    connect_late(cluster.worker("d0"), 5)
-    async with dispatcher.open(asked) as stream:
-        first = await anext(stream)
-        await asyncio.sleep(2)
-        assert cluster.worker("p0").kv_transfer.exports.expired == 1
-        assert kv_transfer_scene.load_of(dispatcher, "p0")["kv_expired"] == 1
-        assert cluster.engine("p0").load().active_blocks == 0
-        tokens = unpack_tokens(first.token_ids).tolist()
-        async for delta in stream:
-            tokens += unpack_tokens(delta.token_ids).tolist()
-    assert tokens == (await expected(asked))[0]
-    assert cluster.engine("d0").load().prefilled_tokens == 51
-    assert cluster.worker("d0").kv_transfer.incoming.failures == {"deadline_exceeded": 1}
-
-
 @run_by(run_scenario, config=WorkerConfig(kv_transfer=KvTransferConfig(pinned_share_max=0.01)))
 async def test_no_more_blocks_are_held_than_allowed(cluster, dispatcher):
     asked = request("a")
@@ -87,30 +66,6 @@ async def test_no_more_blocks_are_held_than_allowed(cluster, dispatcher):
     await asyncio.sleep(1)
     assert kv_transfer_scene.load_of(dispatcher, "p0")["kv_refused"] == 1
     assert cluster.engine("d0").load().prefilled_tokens == 51
-
-
-@pytest.mark.parametrize(("length", "is_remote"), [(300, True), (5, False)])
-def test_seconds_decide_where_a_prompt_is_computed(length, is_remote):
-    """With streams on the decode worker, each of which a long prompt would hold up."""
-    router = RouterConfig(policy="kv", disagg=DisaggConfig(remote_tokens_min=4))
-
-    async def scene(cluster, dispatcher):
-        async def ask():
-            before = cluster.engine("p0").load().prefilled_tokens
-            await answer(dispatcher, request("a", length))
-            assert (cluster.engine("p0").load().prefilled_tokens - before >= length) is is_remote
-            explained = dispatcher.explain("a")
-            assert explained[0].prefill.remote is is_remote
-            assert (
-                explained[0].prefill.local > explained[0].prefill.prefill + explained[0].prefill.decode
-            ) is is_remote
-            (decision,) = explained
-            assert (decision.prefill.worker, decision.worker) == ("p0" if is_remote else None, "d0")
-            assert [one.worker for one in decision.prefill.candidates] == ["p0"] * is_remote
-
-        await kv_transfer_scene.beside_streams(dispatcher, ask, streams=12)
-
-    run_scenario(scene, router=router)
 
 
 @pytest.mark.parametrize(("local_tokens_max", "is_remote"), [(None, False), (50, False), (49, True)])
@@ -126,26 +81,6 @@ def test_prompts_too_long_for_decode_workers_are_computed_apart_whatever_that_ta
         (first, *_) = dispatcher.explain("a")
         assert first.prefill.remote is is_remote
         assert first.prefill.local < first.prefill.prefill + first.prefill.decode
-
-    run_scenario(scene, router=router)
-
-
-@pytest.mark.parametrize(
-    ("targets", "is_remote"), [({}, False), ({"slo_ttft_s": 2.0, "slo_itl_s": 0.02}, True)]
-)
-def test_where_tokens_have_to_come_at_a_pace_a_prompt_that_holds_streams_up_is_computed_apart(
-    targets, is_remote
-):
-    """With a KV transfer that costs more than what the streams there lose is else worth."""
-    router = RouterConfig(disagg=DisaggConfig(remote_tokens_min=4, kv_transfer_s=0.1))
-
-    async def scene(_cluster, dispatcher):
-        async def ask():
-            await answer(dispatcher, msgspec.structs.replace(request("a", 300), **targets))
-            (first, *_) = dispatcher.explain("a")
-            assert first.prefill.remote is is_remote
-
-        await kv_transfer_scene.beside_streams(dispatcher, ask, streams=3)
 
     run_scenario(scene, router=router)
 

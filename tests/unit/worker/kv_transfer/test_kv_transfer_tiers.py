@@ -25,8 +25,6 @@ from tests.support.memory_tier import MemoryTier
 CHUNK = 16
 LENGTH = 200
 BLOCKS = LENGTH // BLOCK_SIZE
-STEP_S = 0.01 + CHUNK * 1e-3
-"""Of a chunk of a prompt."""
 READ_S = 0.02
 """Of any read from the prefill worker."""
 
@@ -96,44 +94,6 @@ async def fill(cluster, dispatcher, tiered, length=LENGTH):
 
 def incoming(cluster):
     return cluster.worker("d0").kv_transfer.incoming
-
-
-def loaded(cluster):
-    return [counts.loaded_blocks for counts in cluster.engine("d0").kv.counts]
-
-
-def test_what_a_tier_has_is_loaded_while_the_prompt_is_computed_elsewhere():
-    tiered = Tiered(block_s=1e-4)
-
-    async def scene(cluster, dispatcher):
-        expected = await fill(cluster, dispatcher, tiered)
-        before = incoming(cluster).fetched_blocks
-        sent_s = asyncio.get_running_loop().time()
-        found = await whole_answer(dispatcher, tiny_request("again", LENGTH))
-        assert found[:2] == expected[:2]
-        assert incoming(cluster).fetched_blocks == before, "the prefill worker sends nothing"
-        assert tiered.tiers[0].loaded_s[0] - sent_s < STEP_S, "before the first chunk was computed"
-        assert loaded(cluster) == [BLOCKS]
-        assert incoming(cluster).failures == {}
-        assert cluster.engine("d0").load().kv_tiers[0].hit_tokens == LENGTH
-
-    tiered.run(scene)
-
-
-def test_the_rest_of_a_prompt_comes_from_its_prefill_worker():
-    tiered = Tiered(block_s=1e-4)
-
-    async def scene(cluster, dispatcher):
-        await fill(cluster, dispatcher, tiered, 120)
-        cluster.engine("p0").pool.reset()
-        before = incoming(cluster).fetched_blocks
-        computed = cluster.engine("d0").load().prefilled_tokens
-        await whole_answer(dispatcher, tiny_request("again", LENGTH))
-        assert loaded(cluster) == [30]
-        assert incoming(cluster).fetched_blocks - before == BLOCKS - 30
-        assert cluster.engine("d0").load().prefilled_tokens - computed == 1, "nothing is computed again"
-
-    tiered.run(scene)
 
 
 def test_what_a_tier_fails_to_bring_the_prefill_worker_sends():

@@ -215,34 +215,3 @@ async def test_a_message_that_is_none_ends_no_worker(cluster, dispatcher):
     await whole_answer(dispatcher, tiny_request("c", LENGTH, seed=2))
     assert cluster.names == ["p0", "d0"]
     assert decode_worker.incoming.early_blocks == EARLY_BLOCKS
-
-
-@run_by(run_scenario, pin_ttl_s=1)
-async def test_a_client_that_does_not_read_on_has_room_kept_for_no_longer_than_blocks_are_held(
-    cluster, dispatcher
-):
-    asked = tiny_request("a", LENGTH)
-    async with dispatcher.open(asked) as stream:
-        tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
-        assert held(cluster, "d0") == BLOCKS
-        await asyncio.sleep(2)
-        assert held(cluster, "p0") == held(cluster, "d0") == 0
-        async for delta in stream:
-            tokens += unpack_tokens(delta.token_ids).tolist()
-    assert tokens == (await expected(asked))[0]
-
-
-@run_by(run_scenario)
-async def test_a_decode_worker_holds_nothing_while_the_prompt_waits_for_its_prefill_worker(
-    cluster, dispatcher
-):
-    async with asyncio.TaskGroup() as group:
-        group.create_task(whole_answer(dispatcher, tiny_request("first", LENGTH, 1)))
-        await asyncio.sleep(0.001)
-        waiting = group.create_task(whole_answer(dispatcher, tiny_request("a", LENGTH, seed=1)))
-        await chunks(3)
-        assert len(kv_transfer(cluster)) == 1
-        assert held(cluster, "d0") == 0
-        assert kv_transfer_scene.load_of(dispatcher, "d0")["waiting_requests"] == 1
-    assert len(waiting.result()[0]) == 20
-    assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS

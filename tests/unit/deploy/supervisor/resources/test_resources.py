@@ -44,14 +44,6 @@ def test_devices_are_consecutive_and_who_has_which_is_said_where_none_is_free():
         devices.take("g", 1)
 
 
-def test_an_unknown_number_of_devices_is_no_limit():
-    devices = Devices(None)
-    assert [devices.take(name, 2) for name in "abc"] == [(0, 1), (2, 3), (4, 5)]
-    devices.release("b")
-    assert devices.take("d", 1) == (2,)
-    assert devices.room(1) is None
-
-
 def test_the_visible_devices_are_counted_or_else_device_files(monkeypatch, tmp_path):
     for value, count in (("0,1,2", 3), ("GPU-a,GPU-b", 2), ("", 0), ("-1", 0)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
@@ -102,18 +94,6 @@ def test_cores_of_engines_and_of_other_processes(usable, roles, engines, process
     cores = cores_of(usable, roles)
     assert {name: cores.of_engine(name) for name in engines} == engines
     assert {name: cores.of_process(name) for name in processes} == processes
-
-
-def test_decode_workers_keep_off_each_other():
-    cores = cores_of({0, 1, 2, 3}, {"prefill": {}, "decode": {"replicas": 2}})
-    decoding = {cores.of_engine(f"decode.{index}") for index in range(2)}
-    assert len(decoding) == 2
-    for index in range(2):
-        own = cores.of_engine(f"decode.{index}")
-        assert set(cores.of_process(f"decode.{index}")) & decoding == {own}
-    rest = tuple(sorted({0, 1, 2, 3} - decoding))
-    assert cores.of_process("") == cores.of_process("prefill.0") == rest
-    assert cores.of_engine("prefill.0") in rest
 
 
 def test_too_few_cores_and_a_freed_one():

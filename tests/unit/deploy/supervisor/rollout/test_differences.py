@@ -43,14 +43,6 @@ def test_each_field_has_a_row_with_what_is_done(changes, expected):
     assert expected in rows(changes)
 
 
-def test_roles_that_come_and_go_are_whole_rows():
-    assert rows({"roles": {"prefill": MOCK, "decode": MOCK | {"replicas": 2}}}) == [
-        ("aggregated", "", "mock", "-", "drain all its workers"),
-        ("prefill", "", "-", "mock", "start 1"),
-        ("decode", "", "-", "mock", "start 2"),
-    ]
-
-
 def test_a_planner_keeps_its_roles():
     base = BASE | {"slo": {}, "planner": {}}
     (gone, *_) = rows({"roles": {"prefill": MOCK, "decode": MOCK}}, base)

@@ -182,11 +182,3 @@ async def test_a_worker_that_does_not_come_up_leaves_as_many_old_ones_as_before(
         await asyncio.sleep(1.0)
         assert [template for _, template in done.templates()] == ["old", "old"]
         assert all(worker.running.ready.is_set() for worker in done.pool.workers)
-
-
-@pytest.mark.virtual
-async def test_fewer_workers_of_another_kind_start_no_more_than_are_wanted():
-    async with changing({"aggregated": CPU | {"replicas": 3}}, counts={Role.AGGREGATED: 1}) as done:
-        await done.rollout.run()
-        assert [line for line in done.said if "starts" in line] == ["aggregated: worker-2 starts"]
-        assert [template for _, template in done.templates()] == ["new"]

@@ -44,25 +44,6 @@ async def test_a_start_is_seen_as_it_proceeds():
         assert scale.limits[0].start_s == pytest.approx(2.0)
 
 
-@pytest.mark.virtual
-async def test_a_worker_that_fails_to_start_is_seen_and_tried_again():
-    scene = PoolScene(AGGREGATED)
-    async with scene.running() as pool:
-        scene.next = partial(ScriptedProcess, is_slow=True)
-        (name,) = await pool.add(Role.AGGREGATED, by="test")
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        scene.processes[name].say(Failed(message="no memory", config=True))
-        scene.processes[name].end(2)
-        scene.next = ScriptedProcess
-        await asyncio.sleep(0.1)
-        replica = (await pool.scale()).replicas[1]
-        assert (replica.state, replica.phase) == (ReplicaState.FAILED, "no memory")
-        await asyncio.sleep(1)
-        assert states(await pool.scale())[name] is ReplicaState.READY
-
-
-THREE = {"aggregated": {"engine": "mock", "replicas": 3}}
 NOT_THERE = Failed(message="no connection", outside=True)
 WRONG = Failed(message="serves 'other'", outside=True, config=True)
 
@@ -79,23 +60,6 @@ def failing(scene, **failures):
 
     scene.make = process
     return scene
-
-
-@pytest.mark.parametrize("failure", [NOT_THERE, WRONG], ids=["not there", "wrong"])
-@pytest.mark.virtual
-async def test_a_deployment_starts_without_servers_that_are_not_there_or_wrong(failure):
-    scene = failing(PoolScene(THREE), **{"worker-2": failure})
-    async with asyncio.timeout(120), scene.running() as pool:
-        await asyncio.sleep(30)  # it is tried again and again
-        scale = states(await pool.scale())
-        assert scale == {
-            "worker-1": ReplicaState.READY,
-            "worker-2": ReplicaState.FAILED,
-            "worker-3": ReplicaState.READY,
-        }
-        failing(scene)
-        await asyncio.sleep(30)
-        assert states(await pool.scale())["worker-2"] is ReplicaState.READY
 
 
 @pytest.mark.virtual
@@ -119,31 +83,6 @@ async def test_a_role_whose_servers_are_all_wrong_ends_the_start():
 
 
 @pytest.mark.virtual
-async def test_two_workers_never_have_the_same_devices():
-    scene = PoolScene(GPUS, devices=6)
-    async with scene.running() as pool:
-        await pool.add(Role.AGGREGATED, 2, by="test")
-        assert [replica.devices for replica in (await pool.scale()).replicas] == [(0, 1), (2, 3), (4, 5)]
-        with pytest.raises(
-            RequestError, match=r"0 can: each needs 2 free GPUs .*2 by worker-2, 3 by worker-2"
-        ):
-            await pool.add(Role.AGGREGATED, by="test")
-        await asyncio.sleep(1)
-        scene.processes["worker-2"].ignores = True
-        await pool.retire(["worker-2"], by="test")
-        with pytest.raises(RequestError, match="0 can"):
-            await pool.add(Role.AGGREGATED, by="test")
-        scene.processes["worker-2"].end(0)
-        await asyncio.sleep(1)
-        assert await pool.add(Role.AGGREGATED, by="test") == ("worker-2",)
-        assert scene.pool.members[-1].name == "worker-2"
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert scene.jobs[-1].device == 2
-        scene.devices.check()
-
-
-@pytest.mark.virtual
 async def test_a_worker_that_does_not_drain_is_killed():
     scene = PoolScene(AGGREGATED)
     async with scene.running() as pool:
@@ -155,17 +94,6 @@ async def test_a_worker_that_does_not_drain_is_killed():
         assert states(await pool.scale())[name] is ReplicaState.DRAINING
         await asyncio.sleep(2)
         assert list(states(await pool.scale())) == ["worker-1"]
-
-
-@pytest.mark.virtual
-async def test_a_flipped_worker_starts_again_in_its_new_role():
-    scene = PoolScene(PAIR)
-    async with scene.running() as pool:
-        await pool.flip("decode-2", Role.PREFILL, by="test")
-        scene.processes["decode-2"].end(1)
-        await asyncio.sleep(1)
-        assert (scene.jobs[-1].role, scene.jobs[-1].home) == (Role.PREFILL, Role.DECODE)
-        assert len((await pool.scale()).of(Role.PREFILL)) == 2
 
 
 @pytest.mark.virtual
