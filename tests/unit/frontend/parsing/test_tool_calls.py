@@ -184,7 +184,7 @@ def test_any_split_gives_the_same_even_of_a_text_that_breaks_off(
 MARKS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>",
      "<|end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<function=", "<parameter=", '{"name": "now"', "{", "}", "[", "]",
-     '"arguments": ', '"', "\\", ":", ",", "now(", ")", "a='", "'", "\n", " ", "analysis", " to=functions.now", "é", "name"]
+     '"arguments": ', '"', "\\", ":", ",", "now(", ")", "a='", "'", "\n", " ", "\\u12", "\x01", "True", "7", ">", "x>", "</function>", "</parameter>", "analysis", " to=functions.now", "é", "name"]
 )  # fmt: skip
 
 
@@ -192,12 +192,19 @@ MARKS = st.sampled_from(
     family=st.sampled_from(sorted(TEMPLATES)),
     marks=st.lists(MARKS, max_size=25),
     cuts=st.lists(st.integers(0, 300), max_size=10),
+    is_cut=st.booleans(),
 )
-def test_any_text_is_read_without_an_error_and_alike_however_it_is_split(
-    family: str, marks: list[str], cuts: list[int]
+def test_any_text_is_read_alike_however_it_is_split_and_whole_calls_have_an_object(
+    family: str, marks: list[str], cuts: list[int], is_cut: bool
 ) -> None:
     text = "".join(marks)
-    assert read(plan(family), split(text, cuts)) == read(plan(family), [text])
+    whole = read(plan(family), [text], is_cut=is_cut)
+    assert read(plan(family), split(text, cuts), is_cut=is_cut) == whole
+    parser = OutputParser(plan(family))
+    parser.feed(text)
+    parser.finish(is_cut=is_cut)
+    for _, arguments in whole[2][: len(whole[2]) - parser.cuts_call]:
+        assert isinstance(json.loads(arguments), dict)
 
 
 @given(
