@@ -7,12 +7,19 @@ from pathlib import Path
 import pytest
 
 from penstock.doctor import engines, host
-from penstock.doctor.engines import find_gpus, gpu_finding, inspect_engines
+from penstock.doctor.engines import VLLM_CPU_INSTALL, find_gpus, gpu_finding, inspect_engines
 from penstock.doctor.findings import (
+    LOOPBACK,
+    OWN,
+    PROCESS,
     EngineFinding,
+    Findings,
     HostFinding,
+    MemoryFinding,
     PathFinding,
+    TransportFinding,
 )
+from penstock.doctor.tables import absences, engine_lines, paths_table
 from penstock.engine.streams import package
 
 
@@ -64,6 +71,34 @@ def test_what_is_low_comes_with_what_to_do(tmp_path: Path, monkeypatch: pytest.M
 def path(transport: str, place: str, read_gb_per_s: float, refusal: str = "") -> PathFinding:
     measured = {"local": "dram", "remote": "dram", "read_gb_per_s": read_gb_per_s, "refusal": refusal}
     return PathFinding(transport=transport, place=place, **measured)
+
+
+def test_what_works_is_a_table_and_what_does_not_is_said_once() -> None:
+    findings = Findings(
+        version="1",
+        machine="m",
+        memories=(MemoryFinding(kind="dram"), MemoryFinding(kind="vram", missing="no device")),
+        transports=(
+            TransportFinding(name="memory", refusals={PROCESS: "another process"}),
+            TransportFinding(name="nixl", refusals={OWN: "not there", PROCESS: "not installed"}),
+        ),
+        paths=(
+            path("tcp", LOOPBACK, 1.0),
+            path("slow", OWN, 2.0),
+            path("memory", OWN, 9.0),
+            path("shm", PROCESS, 0.0, "not permitted"),
+        ),
+        host=(),
+    )
+    columns = [list(column.cells) for column in paths_table(findings).columns]
+    assert columns[0] == [OWN, "", LOOPBACK]
+    assert columns[2] == ["memory", "slow", "tcp"]
+    assert columns[3] == ["9.00", "2.00", "1.00"]
+    assert list(absences(findings)) == [
+        ("vram", "no device"),
+        ("nixl", "not installed"),
+        (f"shm, {PROCESS}, dram - dram", "not permitted"),
+    ]
 
 
 H100 = ("NVIDIA H100 80GB HBM3, 81559 MiB",) * 2
@@ -132,6 +167,19 @@ def test_builds_for_cpus_are_told_from_builds_for_gpus(installed) -> None:
     assert found(H100)["paged"].devices == ("cuda", "cpu")
     assert found(H100)["vllm"].devices == ("cuda",)
     assert "build for them" in found()["vllm"].missing
+
+
+def test_each_engine_is_one_line(installed) -> None:
+    installed.update({"torch": "2.13.0+cpu", "transformers": "5.19.0"})
+    nothing = Findings(
+        version="1", machine="m", memories=(), transports=(), paths=(), host=(), engines=inspect_engines(())
+    )
+    lines = list(engine_lines(nothing))
+    assert lines[0] == "mock    runs on cpu"
+    assert lines[1] == "paged   runs on cpu, torch 2.13.0+cpu, transformers 5.19.0"
+    assert lines[2] == "openai  runs on any server  (give its address: --url http://HOST:PORT)"
+    assert [line.split()[0] for line in lines if ", not run in CI" in line] == ["sglang", "trtllm"]
+    assert f"vllm    does not run here, vllm is not installed  ({VLLM_CPU_INSTALL})" in lines
 
 
 def test_gpus_are_counted_by_kind(monkeypatch, tmp_path) -> None:

@@ -63,6 +63,30 @@ def test_a_model_that_is_here_gives_what_the_graph_leaves_open(
     )
 
 
+def test_engines_of_penstock_and_of_others(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cases = {
+        "paged": ("", "penstock.engine.paged.PagedConfig", {"device": "cpu", "block_size": 16}),
+        "mock": ("kv_blocks: 99", "penstock.engine.mock", {"num_blocks": 99, "context_length": 512}),
+        "json:loads": ("engine_args: {a: 1}", "json:loads(EngineSpec)", {"args": {"a": 1}, "device": "cpu"}),
+    }
+    for engine, (more, call, expected) in cases.items():
+        text = f"model: demo\ncontext_length: 512\nroles: {{aggregated: {{engine: '{engine}', {more}}}}}"
+        (worker,) = rendered(capsys, write(tmp_path, text))["workers"]
+        assert (worker["call"], worker["devices"]) == (call, [])
+        assert expected.items() <= worker["arguments"].items()
+        assert "hash_key" not in worker["arguments"], "a secret"
+
+
+def test_each_worker_of_running_servers_has_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = "{url: [http://a:1, http://b:2], kv_events: [tcp://a:3, tcp://b:4]}"
+    text = f"model: demo\nroles: {{aggregated: {{engine: {{name: openai, args: {args}}}}}}}"
+    workers = rendered(capsys, write(tmp_path, text))["workers"]
+    assert [worker["arguments"] for worker in workers] == [
+        {"url": ["http://a:1"], "kv_events": ["tcp://a:3"]},
+        {"url": ["http://b:2"], "kv_events": ["tcp://b:4"]},
+    ]
+
+
 def test_what_serve_would_refuse_is_said_beside(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, flag = write(tmp_path, VLLM), "roles.aggregated.replicas=5"
     note = "penstock serve refuses it: roles.aggregated: worker 5 of 5 would get GPUs 8 to 9, but a machine with h100"
