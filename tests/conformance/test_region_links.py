@@ -157,7 +157,7 @@ async def test_a_region_is_given_up_once_all_its_frontends_have_failed_without_a
             fake.fault = after(0, cut)
         end = await case.ask("a")
         assert end.error is not None
-        assert end.error.code == "step_failed"
+        assert end.error.code == "unavailable"
         assert "region eu" in end.error.message
         assert "127.0.0.1" not in end.error.message
         assert case.tokens("a") == []

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.core.errors import ConfigError, Overloaded, ProtocolError, RequestError, WorkerLost
+from penstock.core.errors import Backlogged, ConfigError, Overloaded, ProtocolError, RequestError, WorkerLost
 from penstock.core.hashing import HASH_VERSION
 from penstock.core.net.framing import LENGTH_BYTES, FrameReader
 from penstock.core.net.handshake import Challenge
@@ -245,13 +245,19 @@ async def test_a_worker_that_does_not_read_costs_a_frontend_little():
                 request = scripted_request("silence", range(10_000), request_id=f"r{i}")
                 try:
                     scene.connection.submit(request)
-                except Overloaded as error:
+                except Backlogged as error:
                     refused = error
                     break
                 await asyncio.sleep(0)
             assert "connection_bytes_max" in refused.message
+            room = asyncio.Event()
+            refused.tell(room.set)
+            assert not room.is_set()
         finally:
             os.kill(scene.instance.pid, signal.SIGCONT)
+        async with asyncio.timeout(10):
+            await room.wait()
+        scene.connection.submit(scripted_request("silence", range(10_000), request_id="next"))
 
 
 async def test_a_worker_that_hangs_is_lost_by_its_silence():

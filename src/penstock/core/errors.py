@@ -5,6 +5,7 @@ PenstockError (code, http_status)
     WrongServerError      a running server is not what the deployment needs; others may be
   RequestError            the caller's fault: 400, 404, 413
   Overloaded              429 or 503, with retry_after_s
+    Backlogged            a worker has yet to read what was sent to it; the router waits
   DeadlineExceeded        504
   Unavailable             503; the request may be tried elsewhere
     WorkerLost            the worker's process or connection is gone
@@ -22,6 +23,7 @@ PenstockError (code, http_status)
   ProtocolError           502: a peer broke the protocol or speaks another version
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from penstock.core.wire import Wire
@@ -84,6 +86,14 @@ class RequestError(PenstockError):
 class Overloaded(PenstockError):  # noqa: N818 - a state of the server
     code = "overloaded"
     http_status = 503
+
+
+class Backlogged(Overloaded):
+    """The write buffer to a worker is full; `tell` has a callback called once it has room, or its connection has ended. Never on a wire."""
+
+    def __init__(self, message: str, tell: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__(message)
+        self.tell = tell
 
 
 class DeadlineExceeded(PenstockError):  # noqa: N818

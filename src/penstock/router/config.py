@@ -42,7 +42,7 @@ class RetryConfig(Config):
     per_request: float = pydantic.Field(default=0.2, ge=0)
     """Retries earned back with each request."""
     deaths_max: int = pydantic.Field(default=3, ge=1)
-    """Workers lost, or steps failed, in a row as they began to compute one request, until its content is quarantined. Before the last it runs isolated from other suspects."""
+    """Workers lost, or steps failed, in a row as they began to compute one request, until its content is quarantined. A worker counts again only where other answers got on there since. Before the last the request runs isolated from other suspects."""
     quarantine_s: float = pydantic.Field(default=60.0, gt=0)
     """How long a quarantined content is refused."""
     quarantined_max: int = pydantic.Field(default=4096, ge=1)

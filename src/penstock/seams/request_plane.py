@@ -192,7 +192,8 @@ class Connection(Protocol):
 
         Raises:
             WorkerLost: the connection is closed already.
-            Overloaded: the write buffer to this worker is full; nothing of the request was sent.
+            Backlogged: the write buffer to this worker is full; nothing of the request was sent.
+            Overloaded: too many requests are under way on this connection.
             RequestError: the request is larger than the plane carries (413).
         """
         ...
@@ -202,7 +203,8 @@ class Connection(Protocol):
 
         Raises:
             WorkerLost: the connection is closed already.
-            Overloaded: the write buffer to this worker is full; nothing was sent.
+            Backlogged: the write buffer to this worker is full; nothing was sent.
+            Overloaded: too many requests are under way on this connection.
             RequestError: the message is larger than the plane carries (413).
         """
         ...

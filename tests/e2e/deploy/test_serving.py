@@ -30,6 +30,13 @@ async def test_a_stream_and_a_whole_answer_are_the_same(site):
     assert completion.usage.completion_tokens == 8
 
 
+@given_by("deploy", request_plane={"connection_bytes_max": 1 << 15, "write_buffer_bytes": 1 << 14})
+async def test_many_choices_of_a_long_prompt_wait_for_their_worker_to_read_them(site):
+    prompt = [200 + number % 1500 for number in range(4000)]  # 20 KB on its way
+    answer = await site.client.completions.create(model=MODEL, prompt=prompt, max_tokens=2, n=64)
+    assert len(answer.choices) == 64
+
+
 @given_by("deploy", workers=2)
 async def test_two_workers_share_many_requests_and_none_is_lost(site):
     answers = await asyncio.gather(*(site.tell(f"{n} {LONG}", max_tokens=16) for n in range(32)))

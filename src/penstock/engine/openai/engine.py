@@ -299,7 +299,7 @@ class ServerEngine:
         try:
             await self._compute(stream)
         except PenstockError as error:
-            self._fail(stream, error)
+            self._fail(stream, await self._cause(error))
         except Exception as error:  # noqa: BLE001 - a bug must not end other requests
             _log.exception("request_failed", request_id=request_id, server=self._server.name)
             self._fail(stream, StepFailed(f"{self._server.name}: {error!r}"))
@@ -308,6 +308,20 @@ class ServerEngine:
         stream.is_done = True
         if stream.is_taken:
             self._forget(stream)
+
+    async def _cause(self, error: PenstockError) -> PenstockError:
+        """Give the error that routers get: `StepFailed` only where the server is not well after it, so that the prompt may be why.
+
+        A status, or a broken answer of a server that is well, says nothing of the prompt.
+        """
+        if isinstance(error, (RequestError, Overloaded)):
+            return error
+        if isinstance(error, StepFailed):
+            try:
+                await self._server.check()
+            except PenstockError:
+                return error
+        return Unavailable(error.message, retry_after_s=error.retry_after_s)
 
     async def _compute(self, stream: Stream) -> None:
         """Make deltas of an answer. The last delta waits for the number of cached tokens, which follows in the stream.
@@ -381,8 +395,6 @@ class ServerEngine:
 
     def _fail(self, stream: Stream, error: PenstockError) -> None:
         """End a request with an error; an error that the server caused counts as its failure."""
-        if not isinstance(error, (RequestError, Overloaded, StepFailed)):
-            error = StepFailed(error.message)  # another worker may serve it
         if not isinstance(error, (RequestError, Overloaded)):
             self._totals = msgspec.structs.replace(self._totals, failed_steps=self._totals.failed_steps + 1)
             self._watch.request_failed(error.message)

@@ -152,9 +152,17 @@ class Attempt:
         return self._member.instance.role is Role.DECODE
 
     @property
-    def is_early(self) -> bool:
-        """Whether the request may have caused a failure now: its worker began to compute it a step or two ago."""
-        return self.has_begun and self.early_steps > 0
+    def suspect_at(self) -> int | None:
+        """How many answers got on at its worker so far; None where the request cannot have caused a failure now.
+
+        It can while its worker began to compute it a step or two ago.
+        """
+        return self._member.answers if self.has_begun and self.early_steps > 0 else None
+
+    def on_step(self) -> None:
+        """Note one of the first steps with tokens."""
+        self.early_steps -= 1
+        self._member.answers += not self.early_steps
 
     def on_first_token(self) -> None:
         """Release the prefill's reservation, and the prompt's KV on the prefill worker."""

@@ -11,6 +11,7 @@ from typing import Self
 import msgspec
 
 from penstock.core.errors import (
+    Backlogged,
     Overloaded,
     Parked,
     PenstockError,
@@ -35,6 +36,9 @@ from penstock.router.queue.request_queue import Ticket
 from penstock.router.retries.retry_state import RetryState, is_move
 from penstock.router.workers.member import identity
 from penstock.seams import DeltaSink, DirectSink
+
+_ROOM_WAIT_S = 1.0
+"""How long a worker may read nothing of what was sent to it, until the next request goes elsewhere; its connection may last for longer."""
 
 
 class OpenRequest:
@@ -207,7 +211,7 @@ class OpenRequest:
         attempt = self._attempt
         if attempt is not None:
             attempt.has_begun |= alone  # no other request was there
-            self._retry_state.on_loss(attempt.route.worker_id, is_suspect=attempt.is_early)
+            self._retry_state.on_loss(attempt.route.worker_id, error, suspect_at=attempt.suspect_at)
         self._release()
         self._interrupt(error)
 
@@ -226,7 +230,7 @@ class OpenRequest:
                     if self._is_queued(ticket, candidates):
                         await self._reader.wait_until(math.inf)
                         give_up_at_s = None
-                    elif self._send_by(candidates):
+                    elif await self._send_by(candidates):
                         self._has_waited |= ticket.released
                         self._decode_wait_s += ticket.decode_wait_s
                         return
@@ -246,6 +250,20 @@ class OpenRequest:
         Raises:
             Unavailable: its model was replaced while it ran.
         """
+        candidates, retry_state = self._score_elsewhere(), self._retry_state
+        if candidates is None and retry_state.lost and self._progress is not None:
+            request = self._progress.request_in_time(self._loop.time() - self._opened_s)
+            candidates = self._shared.router.score(
+                request, retry_state.avoided
+            )  # a lost worker that is back is better than none
+        return candidates
+
+    def _score_elsewhere(self) -> ScoredCandidates | None:
+        """Price the request on the workers that may get it and have not failed it; None where there are none.
+
+        Raises:
+            Unavailable: its model was replaced while it ran.
+        """
         pool = self._shared.fleet.pools.get(self.request.model)
         if pool is None:
             return None
@@ -255,10 +273,7 @@ class OpenRequest:
         retry_state = self._retry_state
         lost = self._shared.fleet.ranks.beside(retry_state.lost)  # ranks of one engine are lost together
         exclude, beside = retry_state.avoided | lost, self.siblings.place(self)
-        candidates = self._shared.router.score(request, exclude, beside=beside)
-        if candidates is None and retry_state.lost:  # a lost worker that is back is better than none
-            candidates = self._shared.router.score(request, retry_state.avoided)
-        return candidates
+        return self._shared.router.score(request, exclude, beside=beside)
 
     def _is_queued(self, ticket: Ticket, candidates: ScoredCandidates) -> bool:
         """Say whether it waits in the request queue. A request that has tokens, was refused or has waited does not wait again."""
@@ -267,8 +282,8 @@ class OpenRequest:
         is_late = has_begun or state.avoided or state.lost or self.siblings.place(self)
         return not is_late and self._shared.request_queue.stops(ticket, candidates)
 
-    def _send_by(self, candidates: ScoredCandidates) -> bool:
-        """Send the request to the cheapest candidates; False if a worker refuses it."""
+    async def _send_by(self, candidates: ScoredCandidates) -> bool:
+        """Send the request to the cheapest candidates; False if it was not sent: a worker refuses it, or had to read others first."""
         again, self._retry_state.was_stale = self._retry_state.was_stale, False
         plan = self._shared.router.take(candidates, again=again)
         assert self._progress is not None, "a plan was made for it"
@@ -279,8 +294,15 @@ class OpenRequest:
                     decode = DecodeSide(self._shared, plan.decode, plan.prefill, request)
                 route = plan.prefill
             self._send(route, decode)
-        except WorkerLost:
-            self._retry_state.on_loss(route.worker_id, is_suspect=False)
+        except WorkerLost as error:
+            self._retry_state.on_loss(route.worker_id, error, suspect_at=None)
+        except Backlogged as error:
+            self._retry_state.was_stale = True
+            error.tell(self.wake)
+            give_up_at_s = self._loop.time() + _ROOM_WAIT_S
+            await self._reader.wait_until(give_up_at_s)
+            if self._loop.time() >= give_up_at_s:
+                self._retry_state.on_refusal(route.worker_id, error, give_up_at_s)
         except Overloaded as error:
             self._retry_state.on_refusal(route.worker_id, error, self._loop.time())
         else:
@@ -314,7 +336,9 @@ class OpenRequest:
         """Send the request to another worker, if it may be retried."""
         now_s = self._loop.time()
         if is_move(interruption):
-            delay_s = self._retry_state.migrate(interruption, now_s, self.output_tokens)
+            delay_s = self._retry_state.migrate(
+                interruption, now_s, self.output_tokens, is_elsewhere=self._score_elsewhere() is not None
+            )
             with self._shared.metrics.migrating_requests.track_inprogress():
                 await self._reader.wait_until(now_s + delay_s)
         if self._retry_state.needs_isolation:
@@ -330,7 +354,7 @@ class OpenRequest:
 
     def _on_early_tokens(self, attempt: Attempt, progress: Progress) -> None:
         """Note one of the first steps with tokens on this worker."""
-        attempt.early_steps -= 1
+        attempt.on_step()
         if not attempt.early_steps:
             self._shared.retry_guard.isolation.leave(self)
             self._retry_state.on_progress()
@@ -356,7 +380,7 @@ class OpenRequest:
             elif isinstance(error, Parked):
                 self._shared.metrics.parked.inc()
             elif isinstance(error, (StepFailed, WorkerLost)):
-                retry_state.on_loss(worker_id, is_suspect=attempt.is_early)
+                retry_state.on_loss(worker_id, error, suspect_at=attempt.suspect_at)
             elif isinstance(error, Unavailable):
                 has_begun = self.output_tokens > self.request.num_emitted
                 retry_state.on_unavailable(worker_id, error, has_begun=has_begun)
@@ -383,7 +407,8 @@ class OpenRequest:
             self._way.add(self._attempt.leg)
         except (WorkerLost, Overloaded) as error:
             state = self._retry_state
-            (state.lost if isinstance(error, WorkerLost) else state.avoided).add(decode_id)
+            if not isinstance(error, Backlogged):
+                (state.lost if isinstance(error, WorkerLost) else state.avoided).add(decode_id)
             self._interrupt(StaleRoute(error.message))
         except PenstockError as error:
             self.fail(error)

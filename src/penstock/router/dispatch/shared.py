@@ -59,10 +59,10 @@ class Shared:
                 f"request_id: {request.request_id} is under way already; give each request its own",
                 param="request_id",
             )
-        remaining_s = self.retry_guard.quarantine.remaining_s(request, now_s)
-        if remaining_s is not None:
+        refusal = self.retry_guard.quarantine.refusal(request, now_s)
+        if refusal is not None:
             self.metrics.quarantined.inc()
-            raise quarantined(remaining_s)
+            raise quarantined(*refusal)
 
     def ended(self, request: Request, journey: Journey, now_s: float, *, is_whole: bool) -> None:
         """Count and keep a request that has ended; `is_whole`: with the end of its answer."""
@@ -77,7 +77,7 @@ class Shared:
         metrics.open_requests.set(len(self.requests))
         self.journeys.end(journey, now_s)
 
-    def no_worker(self, request: Request, problem: Unavailable | None) -> Unavailable:
+    def no_worker(self, request: Request, problem: PenstockError | None) -> Unavailable:
         """Make the error for a model without a ready worker; `problem` is what the last one said that could not serve the request."""
         models = ", ".join(sorted(self.fleet.models())) or "none"
         prefill = [

@@ -8,37 +8,37 @@ from penstock.router.config import RetryConfig
 
 
 class Quarantine:
-    """A bounded set of prompts by hash, each with the time until which it is refused."""
+    """A bounded set of prompts by hash, each with the time until which it is refused, and why."""
 
     def __init__(self, config: RetryConfig) -> None:
         self._config = config
-        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+        self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._until_s)
+        return len(self._refused)
 
-    def put(self, request: Request, now_s: float) -> None:
+    def put(self, request: Request, now_s: float, reason: str) -> None:
         """Refuse this request's content from now on."""
         content = _content(request)
-        self._until_s[content] = now_s + self._config.quarantine_s
-        self._until_s.move_to_end(content)
-        if len(self._until_s) > self._config.quarantined_max:
-            self._until_s.popitem(last=False)
+        self._refused[content] = now_s + self._config.quarantine_s, reason
+        self._refused.move_to_end(content)
+        if len(self._refused) > self._config.quarantined_max:
+            self._refused.popitem(last=False)
 
-    def remaining_s(self, request: Request, now_s: float) -> float | None:
-        """Give the seconds that this content is still refused; None if it is not."""
-        while self._until_s and next(iter(self._until_s.values())) <= now_s:
-            self._until_s.popitem(last=False)
-        if not self._until_s:  # nearly always: nothing to hash
+    def refusal(self, request: Request, now_s: float) -> tuple[float, str] | None:
+        """Give the seconds that this content is still refused, and why; None if it is not."""
+        while self._refused and next(iter(self._refused.values()))[0] <= now_s:
+            self._refused.popitem(last=False)
+        if not self._refused:  # nearly always: nothing to hash
             return None
-        until_s = self._until_s.get(_content(request))
-        return None if until_s is None else until_s - now_s
+        until_s, reason = self._refused.get(_content(request), (now_s, ""))
+        return None if until_s == now_s else (until_s - now_s, reason)
 
     def check(self) -> None:
-        assert len(self._until_s) <= self._config.quarantined_max, (
-            f"{len(self._until_s)} contents in quarantine"
+        assert len(self._refused) <= self._config.quarantined_max, (
+            f"{len(self._refused)} contents in quarantine"
         )
-        ends = list(self._until_s.values())
+        ends = [until_s for until_s, _ in self._refused.values()]
         assert ends == sorted(ends), "quarantine: the first to be put is the first to be let out"
 
 

@@ -19,7 +19,7 @@ class RetryState:
 
     After a loss the request goes on elsewhere, however often, as long as it makes progress. A refusal before any token costs
     one of `refusals_max` and one retry of the budget; `unavailable_max` answers in a row that a worker cannot serve it for now end it before its first token. Consecutive losses that the request may have caused lead to isolation,
-    and then to quarantine of its content.
+    and then to quarantine of its content. A worker counts once, and again only where other answers got on there since.
     """
 
     def __init__(self, request: Request, retry_guard: RetryGuard) -> None:
@@ -32,14 +32,15 @@ class RetryState:
         self.was_stale = False
         """Whether its last route was stale: the next route replaces it and is not counted again."""
         self.last_refusal: Overloaded | None = None
-        self.last_problem: Unavailable | None = None
-        """Why a worker could not serve it for now."""
+        self.last_problem: PenstockError | None = None
+        """Why the last worker could not serve it."""
         self._request = request
         self._retry_guard = retry_guard
         self._refusals = 0
         self._unavailable = 0  # answers in a row that a worker cannot serve it for now
         self._stale_routes = 0
         self._suspicions = 0  # losses of workers that it may have caused, since it last got on
+        self._suspected_at: dict[WorkerId, int] = {}  # how many answers had got on there by then
         self._losses = 0  # of any kind, since then
         self._stalled_since_s: float | None = None
         self._is_expected = False
@@ -52,6 +53,7 @@ class RetryState:
     def on_progress(self) -> None:
         """Note progress: earlier losses were not caused by this request."""
         self._suspicions = self._losses = self._unavailable = 0
+        self._suspected_at.clear()
         self._stalled_since_s = None
 
     @property
@@ -65,10 +67,19 @@ class RetryState:
         self._stale_routes += 1
         self._retry_guard.metrics.stale_routes.inc()
 
-    def on_loss(self, worker_id: WorkerId, *, is_suspect: bool) -> None:
-        """Note that its worker was lost; `is_suspect` where the request may have caused that."""
+    def on_loss(self, worker_id: WorkerId, cause: PenstockError, *, suspect_at: int | None) -> None:
+        """Note that its worker was lost, or failed a step.
+
+        Args:
+            worker_id: of the worker.
+            cause: what is known of it.
+            suspect_at: how many answers got on at the worker, where the request may have caused the loss; else None. A worker
+                that fails every request is no reason to suspect this one.
+        """
         self.lost.add(worker_id)
-        if is_suspect:
+        self.last_problem = cause
+        if suspect_at is not None and suspect_at != self._suspected_at.get(worker_id):
+            self._suspected_at[worker_id] = suspect_at
             self._suspicions += 1
 
     def on_unavailable(self, worker_id: WorkerId, problem: Unavailable, *, has_begun: bool = False) -> None:
@@ -83,8 +94,8 @@ class RetryState:
         if not has_begun and self._unavailable > self._retry_guard.config.unavailable_max:
             self._retry_guard.metrics.migrations.labels("unavailable").inc()
             raise Unavailable(
-                f"request {self._request.request_id}: {self._unavailable} workers in a row could not serve it"
-                f" (router.retries.unavailable_max); the last one: {problem.message}",
+                f"request {self._request.request_id}: no worker could serve it in {self._unavailable} tries, at"
+                f" {len(self.lost)} workers (router.retries.unavailable_max); the last one said: {problem.message}",
                 retry_after_s=problem.retry_after_s or 1.0,
             ) from problem
 
@@ -110,8 +121,8 @@ class RetryState:
             self._is_expected = is_expected
             self._retry_guard.pace.expect(1 if is_expected else -1)
 
-    def migrate(self, cause: PenstockError, now_s: float, output_tokens: int) -> float:
-        """Count a move to another worker, and give the seconds to wait before it.
+    def migrate(self, cause: PenstockError, now_s: float, output_tokens: int, *, is_elsewhere: bool) -> float:
+        """Count a move, and give the seconds to wait before it; `is_elsewhere`: a worker that has not failed it is ready.
 
         Raises:
             Unavailable: it has lost workers for too long without progress, or its content is quarantined now.
@@ -134,7 +145,7 @@ class RetryState:
             )
             raise Unavailable(
                 f"request {request.request_id}: its servers failed again and again for {stalled_s:.0f} s, in which it got"
-                " next to nothing (at most router.migrations.stalled_s_max); send it again",
+                f" next to nothing (at most router.migrations.stalled_s_max); send it again; the last one said: {cause.message}",
                 retry_after_s=1.0,
             ) from cause
         retry_guard.metrics.migrations.labels("moved").inc()
@@ -147,15 +158,15 @@ class RetryState:
             error=cause.message,
         )
         wait_s = retry_guard.pace.depart(now_s) + retry_guard.rng.uniform(0, retry_guard.migrations.jitter_s)
-        if self._losses:
-            backoff_s = _BACKOFF_S * 2.0 ** min(self._losses - 1, _DOUBLINGS_MAX)
+        if self._losses or not is_elsewhere:
+            backoff_s = _BACKOFF_S * 2.0 ** min(max(self._losses - 1, 0), _DOUBLINGS_MAX)
             wait_s += min(backoff_s, retry_guard.migrations.backoff_s_max)
         self._losses += 1
         return wait_s
 
     def _quarantine(self, cause: PenstockError, now_s: float) -> None:
         retry_guard, quarantine_s = self._retry_guard, self._retry_guard.config.quarantine_s
-        retry_guard.quarantine.put(self._request, now_s)
+        retry_guard.quarantine.put(self._request, now_s, cause.message)
         retry_guard.metrics.migrations.labels("quarantined").inc()
         _log.warning(
             "request_quarantined",
@@ -164,14 +175,14 @@ class RetryState:
             quarantine_s=quarantine_s,
             error=cause.message,
         )
-        raise quarantined(quarantine_s) from cause
+        raise quarantined(quarantine_s, cause.message) from cause
 
 
-def quarantined(remaining_s: float) -> Unavailable:
-    """Make the error for content in quarantine."""
+def quarantined(remaining_s: float, reason: str) -> Unavailable:
+    """Make the error for content in quarantine; `reason`: what is known of the last loss."""
     return Unavailable(
         "the servers that took this prompt failed one after another, perhaps because of it, so it is refused for"
-        f" {math.ceil(remaining_s)} s; send it again after that, or change it",
+        f" {math.ceil(remaining_s)} s; send it again after that, or change it; the last one said: {reason}",
         retry_after_s=remaining_s,
     )
 

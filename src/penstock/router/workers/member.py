@@ -64,6 +64,7 @@ class Member:
     closing:  ends the present connection
     noted:    the condition under which the fleet counts it
     round_trip_s: of a link, the time to its region and back as it has measured it; 0: not yet
+    answers:  those that got beyond their first steps here, continuations included
     """
 
     instance: Instance
@@ -79,6 +80,7 @@ class Member:
     connections: int = 0
     noted: Condition | None = None
     round_trip_s: float = 0.0
+    answers: int = 0
     price_correction: PriceCorrection = field(init=False)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from itertools import count
 import msgspec
 
 from penstock.core.errors import (
+    Backlogged,
     ErrorInfo,
     Overloaded,
     PenstockError,
@@ -110,6 +111,7 @@ class WorkerPeer(ClientSession[Frame]):
         self._unfollow: Callable[[], None] = lambda: None
         self._followed: set[Holder] = set()
         self._load_number = 0
+        self._on_room: list[Callable[[], None]] = []  # called once the write buffer has room
 
     @property
     def worker_id(self) -> WorkerId:
@@ -148,9 +150,10 @@ class WorkerPeer(ClientSession[Frame]):
     def _write(self, message: Submit | PrefetchKv | ExpandMedia, what: str) -> None:
         """Send a message that may be long."""
         if self.channel.backlog_bytes > self._config.connection_bytes_max:
-            raise Overloaded(
+            raise Backlogged(
                 f"{self._name}: {self.channel.backlog_bytes} bytes wait to be read by it, more than "
-                f"{self._config.connection_bytes_max} (connection_bytes_max); try another worker"
+                f"{self._config.connection_bytes_max} (connection_bytes_max); try another worker",
+                self._on_room.append,
             )
         frame = CODEC.encode(message)
         if len(frame) > self._config.frame_bytes_max:
@@ -306,8 +309,14 @@ class WorkerPeer(ClientSession[Frame]):
             self._resync_again_s = now + self._config.heartbeat_interval_s
             self.subscribe(None)
 
+    def channel_writable(self) -> None:
+        waiting, self._on_room = self._on_room, []
+        for tell in waiting:
+            tell()
+
     def channel_closed(self, reason: str) -> None:
         error = self._lost(reason)
+        self.channel_writable()
         self._unfollow()
         self.fail(error)
         for fetching in self._fetches.values():

@@ -14,6 +14,7 @@ from penstock.core.errors import (
     Overloaded,
     PenstockError,
     RequestError,
+    StepFailed,
     Unavailable,
 )
 from penstock.core.hashing import DEFAULT_KEY, block_hashes
@@ -208,6 +209,24 @@ async def test_a_request_that_loses_worker_after_worker_is_quarantined(setting):
         assert await finish(setting, later, "later") == [99]
 
 
+@scenario(num_workers=1)
+async def test_a_worker_that_fails_every_request_blames_none(setting):
+    async with setting.dispatcher.open(make_request()) as stream:
+        reading = asyncio.ensure_future(anext(stream))
+        for _ in range(4):
+            await asyncio.sleep(2.0)
+            setting.end("r", StepFailed("the step failed"))
+            await settle()
+            assert not any(engine.requests for engine in setting.engines.values()), (
+                "it waits before it goes there again"
+            )
+        await asyncio.sleep(2.0)
+        setting.engines[setting.holder()].emit("r", 7, finish=FinishReason.STOP)
+        assert ids(await reading) == [7]
+    async with setting.dispatcher.open(make_request("again")) as again:
+        assert await finish(setting, again, "again") == [99]
+
+
 @scenario(config=RouterConfig(migrations=MigrationConfig(stalled_s_max=10.0)))
 async def test_who_gets_nowhere_for_too_long_ends_where_workers_stop(setting):
     async with setting.dispatcher.open(make_request()) as stream:
@@ -237,7 +256,9 @@ async def test_workers_that_cannot_serve_for_now_are_tried_again_later_and_not_f
             if any(engine.requests for engine in setting.engines.values()):
                 await refuse()
             await asyncio.sleep(0.01)
-        with pytest.raises(Unavailable, match=r"9 workers in a row could not serve it .* its server is away"):
+        with pytest.raises(
+            Unavailable, match=r"no worker could serve it in 9 tries, at 2 workers .* its server is away"
+        ):
             await reading
         assert tries == 9
         assert 5.0 < loop.time() - begun_s < 20.0

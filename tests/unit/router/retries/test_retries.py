@@ -34,24 +34,24 @@ def test_requests_earn_tries():
 
 def test_quarantine_ends_by_itself():
     quarantine = Quarantine(RetryConfig(quarantine_s=60.0))
-    assert quarantine.remaining_s(request(1, 2), 0.0) is None
-    quarantine.put(request(1, 2), 0.0)
-    assert quarantine.remaining_s(request(1, 2), 20.0) == 40.0
-    quarantine.put(request(3), 30.0)
-    quarantine.put(request(1, 2), 40.0)
+    assert quarantine.refusal(request(1, 2), 0.0) is None
+    quarantine.put(request(1, 2), 0.0, "why")
+    assert quarantine.refusal(request(1, 2), 20.0) == (40.0, "why")
+    quarantine.put(request(3), 30.0, "why")
+    quarantine.put(request(1, 2), 40.0, "why")
     quarantine.check()
-    assert quarantine.remaining_s(request(1, 2), 61.0) == 39.0
-    assert quarantine.remaining_s(request(3), 90.0) is None
+    assert quarantine.refusal(request(1, 2), 61.0) == (39.0, "why")
+    assert quarantine.refusal(request(3), 90.0) is None
     assert len(quarantine) == 1
-    assert quarantine.remaining_s(request(1, 2), 100.0) is None
+    assert quarantine.refusal(request(1, 2), 100.0) is None
     assert len(quarantine) == 0
 
 
 def test_quarantine_is_bounded():
     quarantine = Quarantine(RetryConfig(quarantined_max=3))
     for token in range(10):
-        quarantine.put(request(token), float(token))
+        quarantine.put(request(token), float(token), "why")
     assert len(quarantine) == 3
-    assert quarantine.remaining_s(request(6), 10.0) is None
-    assert quarantine.remaining_s(request(7), 10.0) is not None
+    assert quarantine.refusal(request(6), 10.0) is None
+    assert quarantine.refusal(request(7), 10.0) is not None
     quarantine.check()
