@@ -137,6 +137,8 @@ class BatchesConfig(Config):
 class FrontendConfig(Config):
     host: ListenHost = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
+    hosts: tuple[str, ...] = ()
+    """Names by which the server may be asked on a loopback address, beside `localhost` and IP addresses: those that a proxy of this host passes on, such as `chat.example.com`. Any other in `Host`, and a page of another site that is not in `cors_origins`, gets 403 on every route. `*` is any. Elsewhere names are checked only where some are given."""
     port: int = pydantic.Field(default=8000, ge=0, le=65535)
     """TCP port; 0 lets the system choose."""
     api_key_file: str | None = None

@@ -4,12 +4,14 @@ Several frontend processes on one port need PROMETHEUS_MULTIPROC_DIR, set to an 
 before they start: then each of them reports the sums of all.
 """
 
+import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.frontend.gathered_histogram import GatheredHistogram
@@ -181,14 +183,34 @@ class FrontendMetrics(ReceiveMetrics):
             self.recorder.arrived(prompt_tokens)
         return RequestTimer(self.of_model(model), self.recorder, arrived)
 
-    def expose(self) -> bytes:
-        """Encode all metrics, of all processes where there are several, in Prometheus' text format."""
-        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
-            return generate_latest(self._registry)
-        self._itl.flush()
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
+    def expose(self, tenant: Callable[[str], str] = str) -> bytes:
+        """Encode all metrics, of all processes where there are several, in Prometheus' text format; `tenant` gives the labels of tenants."""
+        registry = self._registry
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            self._itl.flush()
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(_OtherTenants(registry, tenant))
+
+
+class _OtherTenants(CollectorRegistry):
+    """The metrics of a registry, with other labels of tenants."""
+
+    def __init__(self, registry: CollectorRegistry, label: Callable[[str], str]) -> None:
+        super().__init__()
+        self._registry = registry
+        self._label = label
+
+    def collect(self) -> Iterator[Metric]:
+        for each in self._registry.collect():
+            metric = copy.copy(each)
+            metric.samples = [
+                sample._replace(labels=sample.labels | {"tenant": self._label(sample.labels["tenant"])})
+                if "tenant" in sample.labels
+                else sample
+                for sample in each.samples
+            ]
+            yield metric
 
 
 class ModelMetrics:

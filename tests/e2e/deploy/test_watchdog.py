@@ -81,7 +81,7 @@ async def is_answered(url):
     """Open a new connection, and see whether a frontend answers on it."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    writer.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     answer = await reader.readline()
     writer.close()
     return answer.startswith(b"HTTP/1.1 200")

@@ -31,7 +31,7 @@ class FrontendConnection:
         self.writer = writer
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> None:
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {load_admin_token()}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {load_admin_token()}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         self.writer.write(head.encode() + body)
         await self.writer.drain()
 
@@ -407,7 +407,7 @@ async def connect(url, receive_bytes):
 def request_of(asked):
     """Word a request after whose answer the server closes: a refusal must not look like a stream that stands still."""
     body = json.dumps(asked).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

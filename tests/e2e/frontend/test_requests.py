@@ -220,10 +220,10 @@ async def test_what_is_not_http_is_refused_in_the_apis_shape() -> None:
     raws = (
         b"\x16\x03\x01 nonsense\r\n\r\n",
         b"GARBAGE\r\n\r\n",
-        b"GET /live HTTP/1.1\r\nHost: test\r\nX-Odd: a\x01b\r\n\r\n",
-        b"GET /live HTTP/1.1\r\nHost: test\r\nX-Long: " + b"x" * 9000 + b"\r\n\r\n",
-        b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: test\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: -4\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: localhost\r\nX-Odd: a\x01b\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 9000 + b"\r\n\r\n",
+        b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -4\r\n\r\n",
     )
     async with serving() as site:
         for raw in raws:

@@ -4,10 +4,11 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from typing import Any
 
 import openai
 import pytest
-from frontend_site import HI, IDS, SPEAK, Answer, chat, http, of_keys, serving
+from frontend_site import ADMIN, HI, IDS, SPEAK, Answer, chat, http, of_keys, serving
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.requests import Delta, Request
@@ -135,6 +136,56 @@ async def test_other_origins_are_not_allowed_and_none_are_by_default() -> None:
         assert "access-control-allow-origin" not in answer.headers
         assert (await site.ask("OPTIONS", "/nowhere")).status == 404
         assert (await site.ask("HEAD", "/v1/models")).status == 200
+
+
+EVIL = "evil.example"
+CHAT, PLAIN = "/v1/chat/completions", "Content-Type: text/plain"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ((f"Host: {EVIL}",), 403),
+        ((f"Host: {EVIL}:80", f"Origin: http://{EVIL}"), 403),
+        (("Host: localhost.evil.example",), 403),
+        ((f"Host: localhost\r\nHost: {EVIL}",), 400),
+        ((f"Origin: https://{EVIL}", PLAIN), 403),
+        (("Origin: null", PLAIN), 403),
+        (("Origin: http://203.0.113.5", PLAIN), 403),
+    ],
+)
+async def test_no_page_of_another_site_reaches_a_server_on_loopback(
+    headers: tuple[str, ...], status: int
+) -> None:
+    async with serving() as site:
+        for path in ("/", "/watch/snapshot", "/v1/models", "/metrics", "/health", "/nowhere"):
+            assert (await site.ask("GET", path, b"", *headers)).status == status
+        assert (await site.ask("POST", CHAT, chat(), *headers)).status == status
+        assert not site.dispatcher.opened
+
+
+@pytest.mark.parametrize(
+    ("headers", "config"),
+    [
+        (("Host: LocalHost:8000", "Origin: http://localhost:3000"), {}),
+        (("Host: [::1]:8000", "Origin: http://127.0.0.1:3000"), {}),
+        (("Host: 10.0.0.7", "Origin: http://10.0.0.7"), {}),
+        (("Host: chat.localhost", "Origin: vscode-webview://x"), {}),
+        (("Host: Chat.Example.com.", "Origin: https://chat.example.com"), {"hosts": ("chat.example.com",)}),
+        ((f"Host: {EVIL}", f"Origin: https://{EVIL}"), {"hosts": ("*",)}),
+        ((f"Origin: {PAGE}",), {"cors_origins": (PAGE,)}),
+        ((f"Host: {EVIL}", f"Origin: https://{EVIL}"), {"host": "0.0.0.0"}),
+    ],
+)
+async def test_own_pages_and_names_reach_it(headers: tuple[str, ...], config: dict[str, Any]) -> None:
+    async with serving(**config) as site:
+        assert (await site.ask("POST", CHAT, chat(), *headers)).status == 200
+
+
+async def test_a_page_that_may_use_the_api_may_not_watch() -> None:
+    async with serving(cors_origins=("*",)) as site:
+        for path in ("/watch/snapshot", "/admin/workers"):
+            assert (await site.ask("GET", path, b"", f"Origin: https://{EVIL}", ADMIN)).status == 403
 
 
 async def test_version_ping_and_models_with_a_slash() -> None:

@@ -100,7 +100,7 @@ class Answer:
 
 
 def http(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
-    host = [] if any(header.startswith("Host:") for header in headers) else ["Host: test"]
+    host = [] if any(header.startswith("Host:") for header in headers) else ["Host: localhost"]
     lines = [f"{method} {path} HTTP/1.1", *host, *headers]
     if body and not any(header.lower().startswith(("content-length", "transfer")) for header in headers):
         lines.append(f"Content-Length: {len(body)}")

@@ -117,6 +117,15 @@ async def test_the_api_from_put_to_feedback(api):
     assert (await api.ask("GET", "/health")) == (200, {"status": "ok"})
     async with api.http.get(f"{api.url}/metrics") as answer:
         assert "penstock_router_predicted_hit_tokens_total" in await answer.text()
+    for path in (
+        "/route",
+        "/workers",
+        "/metrics",
+        "/health",
+    ):  # a page of another site, by DNS rebinding or without
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+            async with api.http.get(f"{api.url}{path}", headers=headers) as answer:
+                assert answer.status == 403
 
 
 @api()

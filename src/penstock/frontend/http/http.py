@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from penstock.core.config import closest
 from penstock.core.errors import PenstockError, RequestError
@@ -29,13 +29,14 @@ from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.access_log import AccessLog, Line, line_of_request
 from penstock.frontend.http.batches.routes import BatchRoutes
 from penstock.frontend.http.connection import Connection
-from penstock.frontend.http.cors import Cors
+from penstock.frontend.http.cors import Cors, is_operators
 from penstock.frontend.http.generation_routes import GenerationRoutes
 from penstock.frontend.http.heads import Heads
 from penstock.frontend.http.info_routes import InfoRoutes
 from penstock.frontend.http.kv_routes import KvRoutes
 from penstock.frontend.http.replies import json_response, request_id, unexpected
 from penstock.frontend.http.sse_response import SseResponse
+from penstock.frontend.limits.own_names import OwnNames
 from penstock.frontend.limits.trace_context import sound_request_id
 from penstock.frontend.openai.answers import encode
 from penstock.frontend.openai.body_error import body_error, check_levels
@@ -77,7 +78,11 @@ class HttpSurface:
     def __init__(self, frontend: Frontend, supervisor: Supervisor | None = None) -> None:
         self._frontend = frontend
         self._config = frontend.config
-        self._cors = Cors(frontend.config.cors_origins)
+        config = frontend.config
+        self._cors = Cors(config.cors_origins)
+        self._own_names = OwnNames(
+            config.host, config.hosts, setting="frontend.hosts", origins=config.cors_origins
+        )
         self._access_log = AccessLog.of(frontend.config.access_log)
         self.draining = False
         """True: close each connection after its answer."""
@@ -128,9 +133,10 @@ class HttpSurface:
         return response
 
     async def _answer(self, request: web.Request, handler: Handler, route: str) -> web.StreamResponse:
-        if request.method == "OPTIONS" and (options := self._cors.options(request)) is not None:
-            return options
         try:
+            self._own_names.check(request, for_pages=not is_operators(request))
+            if request.method == "OPTIONS" and (options := self._cors.options(request)) is not None:
+                return options
             if route.startswith("/admin/"):
                 self._frontend.access.check_admin(request.headers)
             elif route.startswith("/watch/"):
@@ -186,7 +192,8 @@ class HttpSurface:
         response.headers[_REQUEST_ID] = request_id.get("") or self._frontend.new_id()
         if self._cors.is_on:
             self._cors.mark(request, response)
-        if self.draining:
+        has_no_end = request.version < HttpVersion11 and response.content_length is None
+        if self.draining or has_no_end:  # without chunks only the end of the connection ends an answer
             response.force_close()
 
     async def _explain_latest(self, request: web.Request) -> web.Response:

@@ -81,8 +81,10 @@ class InfoRoutes:
     async def _show_version(self, _: web.Request) -> web.Response:
         return json_response(self._version)
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        text = self._frontend.metrics.expose()
+    async def _metrics(self, request: web.Request) -> web.Response:
+        access = self._frontend.access
+        names = str if access.is_admin(request.headers) else access.tenants.alias  # anybody may ask
+        text = self._frontend.metrics.expose(names)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _show_openapi(self, _: web.Request) -> web.Response:

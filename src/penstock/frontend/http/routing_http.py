@@ -29,6 +29,7 @@ from penstock.frontend.limits.access import Access
 from penstock.frontend.limits.admission import Slot
 from penstock.frontend.limits.body import BodyReader
 from penstock.frontend.limits.headers import wants_explanation
+from penstock.frontend.limits.own_names import OwnNames
 from penstock.frontend.limits.receive_budget import ReceiveBudget
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
 from penstock.frontend.openai.answers import encode
@@ -55,6 +56,8 @@ class RoutingHttpConfig(Config):
 
     host: ListenHost = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
+    hosts: tuple[str, ...] = ()
+    """Names by which the router may be asked on a loopback address, beside `localhost` and IP addresses; any other in `Host`, or a page of another site, gets 403. `*` is any. Elsewhere names are checked only where some are given."""
     api_key_file: str | None = None
     """YAML file of tenants with hashes of their API keys (docs/tenants.md), read again when it changes; their limits have no effect here. With it, or with PENSTOCK_API_KEY set, every request but `/health` and `/metrics` needs a key."""
     port: int = pydantic.Field(default=8100, ge=0, le=65535)
@@ -108,6 +111,7 @@ class RoutingServer:
         self._config = config
         self._registry = registry
         self._model = model
+        self._own_names = OwnNames(config.host, config.hosts, setting="hosts")
         self._receiving = ReceiveMetrics(registry, "penstock_router")
         self._bodies = BodyReader(config.body_bytes_max, self._receiving, settings="")
         self.budget = ReceiveBudget(config.receive.bytes_max, self._receiving, settings="")
@@ -248,6 +252,7 @@ class RoutingServer:
 
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._own_names.check(request)
         if request.path not in _OPEN:
             self._access.tenant_of(request.headers)
         return await handler(request)

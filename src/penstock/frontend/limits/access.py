@@ -32,9 +32,12 @@ class Access:
             )
         return tenant
 
+    def is_admin(self, headers: Mapping[str, str]) -> bool:
+        return bool(self._admin_token) and hmac.compare_digest(_bearer(headers), self._admin_token)
+
     def check_admin(self, headers: Mapping[str, str]) -> None:
         """Raises: AdminTokenError: the request lacks the token."""
-        if not self._admin_token or not hmac.compare_digest(_bearer(headers), self._admin_token):
+        if not self.is_admin(headers):
             raise AdminTokenError(
                 "Authorization: must be 'Bearer TOKEN' with the admin token: PENSTOCK_ADMIN_TOKEN of the server, else what is"
                 " in the file admin_token of its state directory",

@@ -17,6 +17,7 @@ from penstock.frontend.tenants.usage import TenantUse, Usage
 PRIORITY_MAX = 1000
 _PRIORITIES = {"high": (1, PRIORITY_MAX), "normal": (0, 0), "low": (-1, -1)}
 _SALT_BYTES = 16
+_ALIAS_BYTES = 6
 _START_BYTES = 8
 """Digests are found by so many of their first bytes."""
 _NO_COUNT, _NO_PEERS = TenantCount(), PeerCount()
@@ -111,6 +112,11 @@ class Tenants:
         if known is None:
             return replace(gateway, name=name)
         return replace(known, priority_max=PRIORITY_MAX, is_trusted=True)
+
+    def alias(self, name: str) -> str:
+        """Give a tenant's label where anybody may read: always the same, in all frontends of a deployment, and not its name."""
+        digest = hashlib.blake2b(name.encode(), key=self._secret, person=b"metrics", digest_size=_ALIAS_BYTES)
+        return digest.hexdigest()
 
     def uses(self) -> list[TenantUse]:
         """Describe what each tenant uses and may, by name."""

@@ -1,9 +1,7 @@
 """Routes of the live page: its files, its stream of snapshots, and what its buttons do."""
 
 import asyncio
-import ipaddress
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -11,6 +9,7 @@ from penstock.core.errors import RequestError
 from penstock.core.net.address import Address
 from penstock.frontend.errors import ForbiddenError
 from penstock.frontend.frontend import Frontend
+from penstock.frontend.limits.own_names import is_unnamed, name_of
 from penstock.frontend.openai.answers import encode
 from penstock.frontend.watch.feed import INTERVAL_S, Feed
 from penstock.frontend.watch.overview import Supervisor
@@ -138,17 +137,8 @@ def _check_own_page(request: web.Request) -> None:
     """
     origin = request.headers.get("Origin")
     is_own = origin is None or origin.partition("://")[2] == request.host
-    if request.headers.get(_KILL_HEADER) != "kill" or not is_own or not _is_unnamed(request.host):
+    if request.headers.get(_KILL_HEADER) != "kill" or not is_own or not is_unnamed(name_of(request.host)):
         raise ForbiddenError(
             f"only the page at this server's own address may kill workers: open it by localhost or by IP address,"
             f" and send {_KILL_HEADER}: kill"
         )
-
-
-def _is_unnamed(host: str) -> bool:
-    """Tell whether the host of a URL is `localhost` or an IP address: no name that somebody could have resolve to this machine."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False

@@ -119,11 +119,14 @@ async def test_a_request_reaches_the_dispatcher_as_it_was_meant() -> None:
         assert 0 < (request.deadline_s or 0) <= 600
 
 
-async def test_http_1_0_gets_its_stream_without_chunks() -> None:
-    async with serving() as site:
+@pytest.mark.parametrize("headers", [(), ("Connection: keep-alive",)])
+async def test_http_1_0_gets_its_stream_without_chunks_and_its_end_by_the_connections(
+    headers: tuple[str, ...],
+) -> None:
+    async with serving(keepalive_timeout_s=3600) as site:
         reader, writer = await site.connect()
-        body = chat(stream=True)
-        writer.write(http("POST", "/v1/chat/completions", body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        asked = http("POST", "/v1/chat/completions", chat(stream=True), *headers)
+        writer.write(asked.replace(b"HTTP/1.1", b"HTTP/1.0"))
         answer = Answer(await reader.read())
         writer.close()
         assert "transfer-encoding" not in answer.headers

@@ -135,9 +135,7 @@ async def test_a_client_that_leaves_has_a_line_too_and_text_is_for_people(
 
     async with serving(never, access_log=str(file)) as site:
         body = chat()
-        head = (
-            f'POST {CHAT} HTTP/1.1\r\nHost: x\r\nX-Request-Id: a "b"\r\nContent-Length: {len(body)}\r\n\r\n'
-        )
+        head = f'POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: a "b"\r\nContent-Length: {len(body)}\r\n\r\n'
         _, writer = await site.connect()
         writer.write(head.encode() + body)
         await site.until(lambda: site.dispatcher.open_streams == 1)
@@ -179,7 +177,7 @@ async def ask(site: Site, tenant: str, *headers: str, body: bytes = b""):
 
 
 async def figures(site: Site, name: str) -> dict[str, float]:
-    lines = (await site.ask("GET", "/metrics")).body.decode().splitlines()
+    lines = (await site.ask("GET", "/metrics", b"", ADMIN)).body.decode().splitlines()
     found = [line.rsplit(" ", 1) for line in lines if line.startswith(name)]
     return {labels.removeprefix(name): float(value) for labels, value in found}
 
@@ -275,6 +273,10 @@ async def test_names_that_a_gateway_makes_up_are_no_labels() -> None:
         assert [request.tenant for request in site.dispatcher.opened] == ["u1", "u2", "known", "u3"]
         inflight = await figures(site, "penstock_frontend_tenant_inflight_requests")
         assert inflight == {'{tenant="edge"}': 0, '{tenant="known"}': 0}
+        for header in ((), ("Authorization: Bearer edge",)):
+            hashed = (await site.ask("GET", "/metrics", b"", *header)).body.decode()
+            assert "penstock_frontend_tenant_inflight_requests{" in hashed
+            assert 'tenant="edge"' not in hashed, "names are for the admin token"
         assert await figures(site, "penstock_frontend_tenant_refusals_total") == {
             '{limit="requests_per_s",tenant="edge"}': 1
         }
