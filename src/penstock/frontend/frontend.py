@@ -248,7 +248,10 @@ class Frontend:
             self._heads.saw(model.card.name, options.tenant, head)
         with decoded.fields:
             prompts = await self._media.complete(decoded.prompts, request, model, slot)
-            prepared = self._preprocessor.prepared(request, model, metadata, prompts, fields=decoded.fields)
+            limits = await self._preprocessor.limits(request, model)
+            prepared = self._preprocessor.prepared(
+                request, model, metadata, prompts, limits=limits, fields=decoded.fields
+            )
         return self._pending(prepared, slot, decoded, metadata.size_bytes, dialect)
 
     async def embed(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> PendingEmbeddings:

@@ -61,11 +61,14 @@ def checked_sampling(sampling: SamplingParams, *, vocab_size: int, context_lengt
 
 
 def _check_tokens(sampling: SamplingParams, vocab_size: int) -> None:
-    limited = [*sampling.allowed_token_ids, *(token_id for word in sampling.bad_words for token_id in word)]
-    for token_id in (*limited, *(token_id for token_id, _ in sampling.logit_bias)):
-        if not 0 <= token_id < vocab_size:
+    biased = tuple(token_id for token_id, _ in sampling.logit_bias)
+    for token_ids in (sampling.allowed_token_ids, biased, *sampling.bad_words):
+        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+        if not 0 <= lowest <= highest < vocab_size:
             raise _refusal(
-                "logit_bias, allowed_token_ids, bad_words: token ids", f">= 0 and < {vocab_size}", token_id
+                "logit_bias, allowed_token_ids, bad_words: token ids",
+                f">= 0 and < {vocab_size}",
+                lowest if lowest < 0 else highest,
             )
     for _, bias in sampling.logit_bias:
         if not -BIAS_MAX <= bias <= BIAS_MAX:  # NaN is in no range

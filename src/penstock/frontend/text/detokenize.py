@@ -57,7 +57,8 @@ class Detokenizer:
             self._token_bytes = lambda token_id: tokenizer.decode(
                 [token_id], skip_special_tokens=False
             ).encode()
-            self._new = lambda _: _WindowDecoder(tokenizer)
+            special = frozenset(token.id for token in layout.added_tokens if token.special)
+            self._new = lambda _: _WindowDecoder(tokenizer, special)
 
     def stream(self, *, begins_text: bool = True) -> TextDecoder:
         """Create the decoder of one output.
@@ -295,18 +296,19 @@ class _PieceDecoder:
 class _WindowDecoder:
     """Any other decoder: decodes the newest tokens with and without the last ones, and returns the difference.
 
-    Exact where a token's text depends only on the token before it.
+    Exact where a token's text depends only on the token before it, special tokens left out.
     """
 
-    __slots__ = ("_ids", "_known", "_tokenizer")
+    __slots__ = ("_ids", "_known", "_special", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._special = special
         self._ids: list[int] = []
         self._known = 0  # leading ids whose text was returned
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        self._ids += token_ids
+        self._ids += [token_id for token_id in token_ids if token_id not in self._special]
         return self._take(hold=True)
 
     def finish(self) -> str:
@@ -322,6 +324,7 @@ class _WindowDecoder:
         keep = 1
         while keep < len(self._ids) and not decode(self._ids[-keep:]):
             keep += 1
-        self._ids = self._ids[-keep:]
+        window = self._ids[-keep:]
+        self._ids = [window[0], *window[1:][1 - _WINDOW_TOKENS_MAX :]] if window else window
         self._known = len(self._ids)
         return text[len(given) :]

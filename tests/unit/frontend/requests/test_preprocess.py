@@ -322,6 +322,12 @@ def test_limits_of_tokens_reach_the_engine() -> None:
     assert sampling.allowed_token_ids == (7, 9)
     words = {served.tokenizer.decode(list(word)) for word in sampling.bad_words}
     assert words == {"fox", " fox", "dog", " dog"}
+    prompts = CompletionRequest(
+        model="tiny", prompt=["one", "two"], bad_words=["fox"], allowed_token_ids=[7, 9]
+    )
+    first, second = (request.sampling for request in prepared(prompts, served).requests)
+    assert first.bad_words is second.bad_words, "they are tokenized once, not for each prompt"
+    assert first.allowed_token_ids is second.allowed_token_ids
 
 
 @pytest.mark.parametrize(

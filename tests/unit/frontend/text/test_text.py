@@ -1,6 +1,7 @@
 """Text of answers: detokenized, in blocks, up to a stop string; and the text that templates make."""
 
 import json
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -81,6 +82,31 @@ def test_other_decoders_are_run_in_a_window(decoder: decoders.Decoder | None) ->
     text = "".join(stream.feed([token_id]) for token_id in token_ids) + stream.finish()
     assert text == tokenizer.decode(token_ids)
     assert detokenizer.token_bytes(2) == b"two"
+
+
+class CountingTokenizer:
+    """Counts the ids that it decodes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.id_to_token = tokenizer.id_to_token
+        self.decoded = 0
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        self.decoded += len(token_ids)
+        return self._tokenizer.decode(token_ids, **options)
+
+
+@pytest.mark.parametrize("silent", [4, 99], ids=["special", "unknown"])
+def test_a_window_stays_short_in_a_run_of_tokens_without_text(silent: int) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"one": 0, "##ly": 1, "two": 2, "three": 3}, unk_token="one"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(["<|pad|>"])
+    counting: Any = CountingTokenizer(tokenizer)
+    stream = Detokenizer(counting, tokenizer.to_str().encode()).stream()
+    text = "".join(stream.feed([token_id]) for token_id in [0, *[silent] * 1000, 2])
+    assert text + stream.finish() == "one two"
+    assert counting.decoded < 1000 * 500, "a thousand tokens of a window that grows are a million and more"
 
 
 def steps(blocks: Blocks, event: TextEvent) -> list[tuple[str, int, str]]:
