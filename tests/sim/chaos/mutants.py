@@ -10,11 +10,14 @@ from unittest import mock
 
 import msgspec
 
+from penstock.core.net.framing import Pong
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
+from penstock.core.wire import NO_TOKENS
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.manager.loader import Loader
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
+from penstock.router.dispatch.direct import DirectWay
 from penstock.router.dispatch.open_request import OpenRequest
 from penstock.router.dispatch.progress import Progress
 from penstock.router.fleet.connector import Connector, MemberSink
@@ -25,6 +28,8 @@ from penstock.router.retries.pace import Pace
 from penstock.router.workers.loads import LoadTracker
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.runtime.events.subscriber import EventSubscriber
+from penstock.runtime.requests.direct_deltas import DirectDeltas
+from penstock.seams import WrittenTokens
 from penstock.worker.frontends import Frontends
 from penstock.worker.worker import Worker
 from tests.support.chaos import Mutants
@@ -344,8 +349,102 @@ def load_never_over() -> Iterator[None]:
         yield
 
 
+@mutant
+def direct_tokens_uncounted() -> Iterator[None]:
+    """What was written by the rule is not known to be there when the request goes on elsewhere."""
+    with replaced(Progress, "wrote", lambda self, token_ids: None):
+        yield
+
+
+def closing(change: Callable[[WrittenTokens], WrittenTokens | None]) -> Any:
+    """Change what a connection says of a direct stream that is closed."""
+    original = DirectDeltas.close
+
+    def close(self, request_id):
+        taken = original(self, request_id)
+        return None if taken is None else change(taken)
+
+    return replaced(DirectDeltas, "close", close)
+
+
+@mutant
+def direct_tokens_that_wait_are_lost() -> Iterator[None]:
+    """Tokens that came by the rule in this turn are not read when it ends."""
+    with closing(lambda taken: taken._replace(waiting=NO_TOKENS)):
+        yield
+
+
+@mutant
+def direct_tokens_are_read_again() -> Iterator[None]:
+    """Tokens that were written are unread once more where others wait."""
+    with closing(lambda taken: taken._replace(waiting=taken.written) if taken.waiting else taken):
+        yield
+
+
+@mutant
+def direct_tokens_ungranted_at_the_end() -> Iterator[None]:
+    """A direct stream's last tokens are never granted, so that a stream that often leaves the rule stands still."""
+    with closing(lambda taken: taken._replace(ungranted=0)):
+        yield
+
+
+@mutant
+def direct_grants_lost() -> Iterator[None]:
+    """Tokens are written and not granted."""
+    original = DirectDeltas.__init__
+
+    def init(self, grant_tokens, written):
+        original(self, grant_tokens, lambda tokens, _grants: written(tokens, ()))
+
+    with replaced(DirectDeltas, "__init__", init):
+        yield
+
+
+@mutant
+def direct_stream_overtaken() -> Iterator[None]:
+    """A delta for the reader does not wait for the tokens before it."""
+    original = OpenRequest.on_delta
+
+    def on_delta(self, delta):
+        with mock.patch.object(DirectWay, "close"):
+            original(self, delta)
+
+    with replaced(OpenRequest, "on_delta", on_delta):
+        yield
+
+
+@mutant
+def direct_stream_left_open() -> Iterator[None]:
+    """A request that ends leaves its direct stream behind."""
+    original = OpenRequest._leave
+
+    def leave(self):
+        with mock.patch.object(DirectWay, "close"):
+            original(self)
+
+    with replaced(OpenRequest, "_leave", leave):
+        yield
+
+
+@mutant
+def frame_taken_apart_wrongly() -> Iterator[None]:
+    """Every 50th frame with direct tokens loses what it has beside them."""
+    original, is_cut = DirectDeltas.decode, every(50)
+
+    def decode(self, payload):
+        message = original(self, payload)
+        return Pong() if is_cut() else message
+
+    with replaced(DirectDeltas, "decode", decode):
+        yield
+
+
 TIERED = frozenset({"host_content_untold", "load_never_over"})
 """Those that show only where hosts hold what devices gave up."""
+DIRECT = frozenset(
+    {"direct_tokens_that_wait_are_lost", "direct_tokens_are_read_again", "direct_stream_overtaken"}
+)
+"""Those that show where several steps arrive in one turn."""
 CROWDED = frozenset({"leaked_reservation"})
 """Those that show best where many requests come within the time of a report."""
 HOLDING = frozenset({"held_request_forgotten", "turn_not_given_back"})

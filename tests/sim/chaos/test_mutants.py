@@ -6,16 +6,18 @@ import pytest
 import structlog
 
 from penstock.sim.chaos.trial import Trial, run_trial
-from tests.sim.chaos.mutants import CROWDED, HOLDING, MUTANTS, STEPS_FAIL, TIERED
+from tests.sim.chaos.mutants import CROWDED, DIRECT, HOLDING, MUTANTS, STEPS_FAIL, TIERED
 
 SEEDS = range(8)
 HELD = Trial(clients=120, duration_s=2.0, hold_s=0.005)
 HOSTED = Trial(clients=60, host_blocks=64)
 FAILING = Trial(faults=4, failed_steps=60)
+BUNCHED = Trial(jitter_s=0.2)
 SPECIAL = (
     dict.fromkeys(HOLDING | CROWDED, HELD)
     | dict.fromkeys(TIERED, HOSTED)
     | dict.fromkeys(STEPS_FAIL, FAILING)
+    | dict.fromkeys(DIRECT, BUNCHED)
 )
 
 
@@ -34,7 +36,9 @@ def test_a_planted_bug_is_caught(name):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "trial", [Trial(), HELD, HOSTED, FAILING], ids=["usual", "held", "hosted", "failing"]
+    "trial",
+    [Trial(), HELD, HOSTED, FAILING, BUNCHED],
+    ids=["usual", "held", "hosted", "failing", "bunched"],
 )
 def test_without_a_bug_the_same_trials_pass(trial):
     for seed in SEEDS:

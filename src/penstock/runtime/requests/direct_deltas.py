@@ -32,6 +32,9 @@ class DirectDeltas:
         self._written = written
         self._is_waiting = False
 
+    def __len__(self) -> int:
+        return len(self._streams)
+
     def open(self, request_id: RequestId, stream: DirectStream, client: DirectClient) -> None:
         """As `Connection.open_direct`."""
         self._streams.open(request_id, cast("direct_streams.DirectStream", stream), client)

@@ -45,6 +45,9 @@ def check_at_rest(cluster: SimCluster) -> None:
     """
     check_now(cluster)
     cluster.network.check_at_rest()
+    for server in cluster.plane.servers.values():
+        for link in server.links:
+            assert not link.direct, f"{server.address}: {len(link.direct)} direct streams of no request"
     truth = {w.name: w.worker.publishers.ranks[0].mirror.counts() for w in cluster.workers.values()}
     for worker in cluster.workers.values():
         load = worker.engine.load()

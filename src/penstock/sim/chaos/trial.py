@@ -26,8 +26,10 @@ from penstock.perf.model.model_config import shape_of
 from penstock.perf.roofline.factors import Factors
 from penstock.perf.roofline.roofline import Roofline
 from penstock.router.config import DisaggConfig, QueueConfig, RouterConfig
+from penstock.router.dispatch.open_request import OpenRequest
 from penstock.runtime.config import PlaneConfig
 from penstock.sim.chaos.chaos import Chaos, Fault, random_faults
+from penstock.sim.chaos.client import DirectReader
 from penstock.sim.chaos.invariants import (
     StreamChecker,
     check_at_rest,
@@ -71,7 +73,8 @@ class Trial:
     `exact`: engines run every step; otherwise they jump between events, which takes native code. `kv_events`: workers send KV events. `hold_s`:
     `threshold_s` of the routers' queues. `host_blocks`: engines are slow and have a slow host tier, and several
     prompts share prefixes. `failed_steps`: number of steps of exact engines that fail, each on a random worker.
-    `prefill_workers`: number of prefill workers for all but the shortest prompts; `workers` then decode.
+    `prefill_workers`: number of prefill workers for all but the shortest prompts; `workers` then decode. `jitter_s`: most of a
+    message's random delay; with a long one a frontend gets several steps at once.
     """
 
     clients: int = 30
@@ -84,6 +87,7 @@ class Trial:
     host_blocks: int = 0
     prefill_workers: int = 0
     failed_steps: int = 0
+    jitter_s: float = 0.002
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -103,6 +107,8 @@ class TrialResult:
     onboarded_tokens: int = 0
     kv_transfers: int = 0
     """Requests whose prompt ran on a prefill worker."""
+    direct_tokens: int = 0
+    """Output tokens that went to their clients by a rule, without the router's reader."""
     moved_bytes: int = 0
     """Bytes of KV transfers between workers."""
     end_s: float = 0.0
@@ -167,7 +173,7 @@ def small_spec(trial: Trial | None = None) -> ClusterSpec:
             kv_events=trial.kv_events,
             kv_transfer=KvTransferConfig(pin_ttl_s=1.0, fetches_max=6),
         ),
-        network=NetworkConfig(latency_s=0.001, jitter_s=0.002, event_loss=0.05, lease_ttl_s=1.0),
+        network=NetworkConfig(latency_s=0.001, jitter_s=trial.jitter_s, event_loss=0.05, lease_ttl_s=1.0),
         plane=PlaneConfig(window_tokens=8, heartbeat_timeout_s=1.0),
         frontends=2,
     )
@@ -263,7 +269,10 @@ def check_no_task_left() -> None:
 
 
 class _Client:
-    """Sends one request at a random moment and reads its stream, fast or slowly, possibly not to the end."""
+    """Sends one request at a random moment and reads its stream, fast or slowly, possibly not to the end.
+
+    Two of three read as a frontend's clients do; the third iterates.
+    """
 
     def __init__(self, cluster: SimCluster, number: int, rng: random.Random, trial: Trial) -> None:
         self._cluster = cluster
@@ -282,6 +291,7 @@ class _Client:
         )
         self._leaves_after = rng.choice([None, None, None, rng.randrange(20)])
         self._pause_s = rng.choice([0.0, 0.0, 0.02])
+        self._is_direct = number % 3 > 0
 
     async def run(self, result: TrialResult) -> None:
         await asyncio.sleep(self._start_s)
@@ -293,14 +303,13 @@ class _Client:
             self._request
         )
         error: PenstockError | None = None
+        reader = DirectReader(witness, pause_s=self._pause_s, leaves_after=self._leaves_after)
         try:
             async with stream:
-                async for delta in stream:
-                    witness.see(delta)
-                    if self._leaves_after is not None and witness.received >= self._leaves_after:
-                        break
-                    if delta.finish_reason is None:
-                        await asyncio.sleep(self._pause_s)
+                if self._is_direct:
+                    await reader.read(stream)
+                else:
+                    await self._iterate(stream, witness)
         except PenstockError as problem:
             error = problem
         if error is None and witness.finish_reason is None:
@@ -312,10 +321,22 @@ class _Client:
             outcome = error.code if error else str(witness.finish_reason)
             # The reader paused once at the end, and once more with deltas left to read.
             witness.end(error, loop.time(), grace_s=2 * self._pause_s)
+            assert error is not None or stream.output_tokens == witness.received, (
+                f"{self._request.request_id}: {stream.output_tokens} tokens are counted, {witness.received} came"
+            )
         check_now(self._cluster)
         result.outcomes[outcome] += 1
         result.migrations += stream.migrations
         result.kv_transfers += stream.kv_transfers
+        result.direct_tokens += reader.rule.tokens
+
+    async def _iterate(self, stream: OpenRequest, witness: StreamChecker) -> None:
+        async for delta in stream:
+            witness.see(delta)
+            if self._leaves_after is not None and witness.received >= self._leaves_after:
+                break
+            if delta.finish_reason is None:
+                await asyncio.sleep(self._pause_s)
 
 
 def _request(name: str, prompt: list[int], max_tokens: int, deadline_s: float | None = None) -> Request:

@@ -1,6 +1,7 @@
 """A request plane over the simulated network, with the credits and connection ends of the real one.
 
-Messages are passed without encoding, which is tested elsewhere and would take half of a run's time.
+Messages are passed without encoding, which is tested elsewhere and would take half of a run's time. Where a connection has direct
+streams, its deltas are frames, which the real code takes apart.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
+from penstock.core.net.framing import LENGTH_BYTES
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import AllBlocksCleared, EventMessage, EventPosition, Holder
 from penstock.core.types.instances import Instance
@@ -22,10 +24,11 @@ from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import NO_TOKENS, PackedHashes, encode
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.calls import Calls
+from penstock.runtime.requests.direct_deltas import DirectDeltas, Grants
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
-from penstock.runtime.requests.frames import UNENCODABLE, cannot_be_sent
+from penstock.runtime.requests.frames import CODEC, UNENCODABLE, Deltas, cannot_be_sent
 from penstock.runtime.requests.outbox import Outbox
-from penstock.seams import DirectClient, DirectStream, EventSource, WorkerService, WorkerSink
+from penstock.seams import DirectClient, DirectStream, EventSource, WorkerService, WorkerSink, WrittenTokens
 from penstock.sim.world.network import Pipe, SimNetwork
 
 _FRAME_BYTES = 64  # size of a message besides hashes; a step's tokens are negligible
@@ -135,6 +138,7 @@ class _Link:
         self._is_greeted = False
         self._untold: dict[RequestId, int] = {}  # by open request: tokens read and not granted yet
         self._grant_tokens = max(1, server.config.window_tokens // 4)
+        self.direct = DirectDeltas(self._grant_tokens, self._written)
         self._load: WorkerLoad | None = None
         self._load_delay_s = server.network.config.load_delay_s
         self._patience: asyncio.TimerHandle | None = None
@@ -206,7 +210,16 @@ class _Link:
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._untold.pop(delta.request_id, None)
-        self._sink.push(self.worker_id, deltas)
+        if self.direct:  # messages are encoded for these alone
+            message = self.direct.decode(CODEC.encode(Deltas(deltas=tuple(deltas)))[LENGTH_BYTES:])
+            deltas = message.deltas if isinstance(message, Deltas) else ()
+        if deltas:
+            self._sink.push(self.worker_id, deltas)
+
+    def _written(self, tokens: int, grants: Grants) -> None:
+        self._sink.written(self.worker_id, tokens)
+        for request_id, granted in grants if self.frontend_up else ():
+            self.up.send(_FRAME_BYTES, self._grant, request_id, granted)
 
     def _deliver_load(self) -> None:
         load, self._load = self._load, None
@@ -361,11 +374,12 @@ class SimConnection:
         if self._link.frontend_up:
             self._link.send_grant(request_id, tokens)
 
-    def open_direct(self, request_id: RequestId, stream: DirectStream, client: DirectClient) -> bool:  # noqa: ARG002
-        return False  # messages are not encoded here
+    def open_direct(self, request_id: RequestId, stream: DirectStream, client: DirectClient) -> bool:
+        self._link.direct.open(request_id, stream, client)
+        return True
 
-    def close_direct(self, request_id: RequestId) -> None:
-        """None is open."""
+    def close_direct(self, request_id: RequestId) -> WrittenTokens | None:
+        return self._link.direct.close(request_id)
 
     def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:
         link = self._link
