@@ -3,7 +3,9 @@
 import asyncio
 from typing import Any
 
+import openai
 import pytest
+from aiohttp import web
 from tokenizers import Tokenizer
 
 from penstock.demo import MODEL_DIR
@@ -142,6 +144,35 @@ def test_a_server_that_dies_within_an_answer_is_left_and_the_text_goes_on(deploy
         assert any(line.endswith("ready serves again") for line in site.said)
 
     serve(deploy, scenario, servers)
+
+
+@pytest.mark.parametrize("status", [500, *(nightly(status) for status in (401, 403, 404))])
+def test_a_status_that_is_not_about_the_prompt_is_passed_on_and_blames_it_not(deploy, status):
+    (server,) = servers = fakes("vllm")
+
+    def refusing(times):
+        def refuse():
+            nonlocal times
+            times -= 1
+            server.refuse = refuse if times else None
+            return web.json_response({"error": {"message": "the server says why"}}, status=status)
+
+        return refuse
+
+    async def scenario(site, call):
+        server.refuse = refusing(2)
+        assert (await complete(site, PROMPT, 8)).choices[0].text == expected(server, PROMPT, 8)
+        server.refuse = refusing(1000)
+        with pytest.raises(openai.InternalServerError, match=f"{status}: the server says why"):
+            await complete(site, PROMPT, 8)
+        server.refuse = None
+        await site.until(lambda: is_ready(site))
+        assert (await complete(site, PROMPT, 8)).choices[0].text == expected(server, PROMPT, 8)
+
+    async def is_ready(site):
+        return await site.ready_workers() == 1
+
+    serve(deploy, scenario, servers, router={"no_worker_wait_s": 0.5})
 
 
 HOSTILE = {

@@ -81,7 +81,11 @@ class HttpSurface:
         config = frontend.config
         self._cors = Cors(config.cors_origins)
         self._own_names = OwnNames(
-            config.host, config.hosts, setting="frontend.hosts", origins=config.cors_origins
+            config.host,
+            config.hosts,
+            setting="frontend.hosts",
+            origins=config.cors_origins,
+            pages="frontend.cors_origins",
         )
         self._access_log = AccessLog.of(frontend.config.access_log)
         self.draining = False

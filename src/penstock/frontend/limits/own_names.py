@@ -21,19 +21,23 @@ _ANY = "*"
 class OwnNames:
     """Checks `Host` and `Origin` of requests to a server that listens on loopback, or that was given names. Immutable."""
 
-    def __init__(self, host: str, hosts: Sequence[str], *, setting: str, origins: Sequence[str] = ()) -> None:
+    def __init__(
+        self, host: str, hosts: Sequence[str], *, setting: str, origins: Sequence[str] = (), pages: str = ""
+    ) -> None:
         """Make the check of one listener.
 
         Args:
             host: where it listens.
             hosts: names by which it may be asked, beside `localhost` and IP addresses; `*` is any.
             setting: has these names, for errors.
-            origins: of pages that may use the API (`cors_origins`).
+            origins: of pages that may use the API.
+            pages: the setting that has them, for errors; empty: the same.
         """
-        self._is_on = (Address(host=host).is_local or bool(hosts)) and _ANY not in hosts
+        self._is_on = Address(host=host).is_local or bool(hosts)
         self._host = host
         self._hosts = frozenset(name.lower() for name in hosts)
         self._setting = setting
+        self._pages = pages or setting
         self._origins = frozenset(origins)
         self._may_ask_as = lru_cache(maxsize=256)(lambda host: self._is_own(name_of(host)))
 
@@ -56,12 +60,13 @@ class OwnNames:
             return  # a page that asks by OPTIONS whether it may is not told so
         if not (for_pages and (_ANY in self._origins or origin in self._origins)):
             raise ForbiddenError(
-                f"Origin: a page of {origin[:_NAME_CHARACTERS_MAX]!r} may not use this server, which listens on {self._host}; pages that"
-                f" may use the API are named in frontend.cors_origins"
+                f"Origin: a page of {origin[:_NAME_CHARACTERS_MAX]!r} may not use this server, which listens on {self._host}; name"
+                f" pages that may use the API in {self._pages}"
             )
 
     def _is_own(self, name: str) -> bool:
-        return is_unnamed(name) or name.endswith(".localhost") or name in self._hosts
+        is_named = name in self._hosts or _ANY in self._hosts
+        return is_named or is_unnamed(name) or name.endswith(".localhost")
 
     def _is_own_page(self, origin: str, host: str) -> bool:
         """Tell whether the page is this server's, another one's of this host, or no web page: sites cannot claim other schemes."""
