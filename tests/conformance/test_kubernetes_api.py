@@ -21,6 +21,10 @@ from tests.support.kubernetes.api_server import ApiServer
 
 MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+STATEFUL_SETS = Resource("apps", "v1", "statefulsets", "StatefulSet")
+SERVICES = Resource("", "v1", "services", "Service")
+CLAIMS = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
+BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 PODS = Resource("", "v1", "pods", "Pod")
 DEFINITIONS = Resource(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", is_namespaced=False
@@ -38,7 +42,7 @@ class Cluster:
             try:
                 yield client, f"suite-{mark}"
             finally:
-                for resource in (MAPS, DEPLOYMENTS, LEASES):
+                for resource in (MAPS, DEPLOYMENTS, LEASES, STATEFUL_SETS, SERVICES, CLAIMS, BINDINGS):
                     for body in (await client.list(resource, f"suite={mark}")).objects:
                         await client.delete(resource, body["metadata"]["name"])
 
@@ -149,6 +153,62 @@ async def test_apply_merges_containers_by_name(cluster):
         assert container["args"] == ["b"]
         assert container["env"] == [{"name": "B", "value": "2"}]
         assert after["metadata"]["generation"] > 1
+
+
+def claim(size):
+    return {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
+
+
+def port(number):
+    return [{"name": "http", "port": number}]
+
+
+SELECTOR = {"selector": {"matchLabels": {"app": "a"}}}
+SETS = SELECTOR | {
+    "serviceName": "a",
+    "template": {
+        "metadata": {"labels": {"app": "a"}},
+        "spec": {"containers": [{"name": "main", "image": "none:1"}]},
+    },
+    "volumeClaimTemplates": [{"metadata": {"name": "disk"}, "spec": claim("1Gi")}],
+}
+DISK = {"volumeClaimTemplates": [{"metadata": {"name": "disk"}, "spec": claim("2Gi")}]}
+OTHER = {"selector": {"matchLabels": {"app": "b"}}}
+REF = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role"}
+
+
+@pytest.mark.parametrize(
+    ("resource", "made", "forbidden", "allowed"),
+    [
+        (STATEFUL_SETS, {"spec": SETS}, {"spec": DISK}, {"spec": {"replicas": 0, "revisionHistoryLimit": 3}}),
+        (STATEFUL_SETS, {"spec": SETS}, {"spec": {"serviceName": "b"}}, {"spec": {"minReadySeconds": 1}}),
+        (STATEFUL_SETS, {"spec": SETS}, {"spec": {"podManagementPolicy": "Parallel"}}, {}),
+        (DEPLOYMENTS, {"spec": {"replicas": 0, **SELECTOR, "template": SETS["template"]}}, {"spec": OTHER}, {"spec": {"paused": True}}),
+        (MAPS, {"immutable": True, "data": {"a": "1"}}, {"data": {"a": "2"}}, {"metadata": {"annotations": {"a": "1"}}}),
+        (MAPS, {"immutable": True}, {"immutable": None}, {}),
+        (SERVICES, {"spec": {"clusterIP": "None", "ports": port(80)}}, {"spec": {"clusterIP": "10.96.0.9"}}, {"spec": {"ports": port(81)}}),
+        (SERVICES, {"spec": {"ports": port(80)}}, {"spec": {"clusterIP": "None"}}, {"spec": {"selector": {"app": "b"}}}),
+        (CLAIMS, {"spec": claim("2Gi")}, {"spec": {"accessModes": ["ReadWriteMany"]}}, {}),
+        (CLAIMS, {"spec": claim("2Gi")}, {"spec": claim("1Gi")}, {}),
+        (BINDINGS, {"roleRef": REF | {"name": "a"}, "subjects": []}, {"roleRef": {"name": "b"}}, {}),
+    ],
+)  # fmt: skip
+async def test_what_a_kind_never_changes_is_invalid(cluster, resource, made, forbidden, allowed):
+    async with cluster.scene() as (client, name):
+        metadata = {"name": name, "labels": {"suite": name.split("-")[1]}}
+        body = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata}
+        await client.create(resource, body | made)
+        error = await refused(client.patch(resource, name, forbidden), 422)
+        assert f'"{name}" is invalid' in error.message
+        await client.patch(resource, name, allowed)
+
+
+async def test_a_label_has_63_characters(cluster):
+    async with cluster.scene() as (client, name):
+        body = config_map(name)
+        body["metadata"]["labels"]["long"] = 63 * "x"
+        await client.create(MAPS, body)
+        await refused(client.patch(MAPS, name, {"metadata": {"labels": {"long": 64 * "x"}}}), 422)
 
 
 async def test_scale_changes_replicas_and_is_locked(cluster):

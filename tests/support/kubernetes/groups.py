@@ -16,6 +16,7 @@ _CONTROLLER = Manager("lws-controller-manager", "Update")
 _KIND = ("leaderworkerset.x-k8s.io", "v1", "leaderworkersets")
 _LABELS = "leaderworkerset.sigs.k8s.io/"
 _GROUP, _INDEX, _HASH = f"{_LABELS}group-index", f"{_LABELS}worker-index", f"{_LABELS}template-revision-hash"
+_REVISION = "controller-revision-hash"
 _SCHEMA = Path(__file__).parents[2] / "data" / "leader_worker_set.json"
 
 
@@ -47,7 +48,7 @@ def roll_groups(cluster: Any, stored: Stored) -> None:
     """Bring a LeaderWorkerSet's pods a step nearer to its templates and number, one group at a time."""
     spec = stored.body["spec"]
     group = spec["leaderWorkerTemplate"]
-    revision = hashlib.sha256(json.dumps(group, sort_keys=True).encode()).hexdigest()[:8]
+    revision = hashlib.sha256(json.dumps(group, sort_keys=True).encode()).hexdigest()[:10]
     owned: dict[int, list[Object]] = {}
     for pod in cluster.pods():
         if any(owner["uid"] == stored.uid for owner in pod["metadata"].get("ownerReferences", ())):
@@ -97,7 +98,8 @@ def _make_group(cluster: Any, stored: Stored, index: int, revision: str) -> None
     metadata, group = stored.body["metadata"], stored.body["spec"]["leaderWorkerTemplate"]
     for number in range(group["size"]):
         template = group["workerTemplate" if number else "leaderTemplate"]
-        labels = {_GROUP: str(index), _INDEX: str(number), _HASH: revision}
+        owner = f"{metadata['name']}-{index}" if number else metadata["name"]  # the StatefulSet
+        labels = {_GROUP: str(index), _INDEX: str(number), _HASH: revision, _REVISION: f"{owner}-{revision}"}
         body: Object = {
             "metadata": {
                 "name": f"{metadata['name']}-{index}" + (f"-{number}" if number else ""),

@@ -3,14 +3,16 @@
 import asyncio
 import copy
 import datetime as dt
+import itertools
 import json
+import re
 import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.kubernetes import fields, schema
+from tests.support.kubernetes import fields, immutable, schema
 from tests.support.kubernetes.fields import Manager, Owners
 from tests.support.kubernetes.problems import Refused, exists, expired, invalid, not_found, stale
 from tests.support.kubernetes.resources import Kind, Kinds, Object
@@ -21,6 +23,7 @@ _DEFINITIONS = ("apiextensions.k8s.io", "customresourcedefinitions")
 _NAME_CHARACTERS_MAX = 253
 _HISTORY_MAX = 10_000
 _ANNOTATION_BYTES_MAX = 256 << 10
+_LABEL = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 
 
 @dataclass(slots=True)
@@ -131,6 +134,8 @@ class Store:
             raise stale(_plural(kind), name[1])
         after = _merged(kind, before, given, subresource)
         after = self._checked(kind, after)
+        if not subresource and (forbidden := immutable.causes(kind, before, after)):
+            raise invalid(kind.name, name[1], forbidden)
         new_owners = copy.deepcopy(stored.owners if owners is None else owners)
         if manager is not None:
             fields.update(new_owners, manager, before, after)
@@ -190,13 +195,24 @@ class Store:
             raise expired(revision, self.oldest)
         if revision > self.revision:
             raise Refused(504, "Timeout", f"Too large resource version: {revision}, current: {self.revision}")
-        return [event for event in self.history if event.revision > revision]
+        later = itertools.takewhile(lambda event: event.revision > revision, reversed(self.history))
+        return list(later)[::-1]
 
     def _checked(self, kind: Kind, body: Object) -> Object:
         annotations = body["metadata"].get("annotations") or {}
         if sum(len(key) + len(text) for key, text in annotations.items()) > _ANNOTATION_BYTES_MAX:
             raise invalid(
                 kind.name, body["metadata"]["name"], ["metadata.annotations: Too long: 262144 bytes"]
+            )
+        labels = body["metadata"].get("labels") or {}
+        if wrong := [text for text in labels.values() if not _LABEL.fullmatch(text)]:
+            raise invalid(
+                kind.name,
+                body["metadata"]["name"],
+                [
+                    f"metadata.labels: Invalid value: {each!r}: must be no more than 63 characters"
+                    for each in wrong
+                ],
             )
         if kind.key == _DEFINITIONS:
             schema.check_definition(body)
@@ -223,14 +239,19 @@ class Store:
 
     def _collect(self) -> None:
         """Delete objects that have owners, none of which exists."""
-        uids = {stored.uid for objects in self._objects.values() for stored in objects.values()}
+        uids: set[str] | None = None
         for (group, plural), objects in list(self._objects.items()):
             for name, stored in list(objects.items()):
                 owners = stored.body["metadata"].get("ownerReferences") or ()
-                if owners and not any(owner["uid"] in uids for owner in owners) and name in objects:
-                    kind = self.kinds.find(group, stored.body["apiVersion"].rpartition("/")[2], plural)
-                    if kind is not None and "deletionTimestamp" not in stored.body["metadata"]:
-                        self.delete(kind, name, {})
+                if not owners or name not in objects:
+                    continue
+                if uids is None:
+                    uids = {each.uid for others in self._objects.values() for each in others.values()}
+                if any(owner["uid"] in uids for owner in owners):
+                    continue
+                kind = self.kinds.find(group, stored.body["apiVersion"].rpartition("/")[2], plural)
+                if kind is not None and "deletionTimestamp" not in stored.body["metadata"]:
+                    self.delete(kind, name, {})
 
     def _note(self, type_: str, kind: Kind, stored: Stored, before: Object | None) -> None:
         self.revision += 1

@@ -78,13 +78,14 @@ class ClusterCache:
         for names in self.names.values():
             await names.is_listed.wait()
 
-    def workload(self, graph: str, part: str) -> Object | None:
-        """Give the Deployment, StatefulSet or LeaderWorkerSet of a part."""
-        for copy in (self.deployments, self.stateful_sets, self.leader_worker_sets):
-            for body in copy.objects.values():
-                if _labels(body).get(INSTANCE) == graph and _labels(body).get(COMPONENT) == part:
-                    return body
-        return None
+    def workloads(self, graph: str) -> list[Object]:
+        """Give a graph's Deployments, StatefulSets and LeaderWorkerSets; a part has two while one takes the place of the other."""
+        return [
+            body
+            for copy in (self.deployments, self.stateful_sets, self.leader_worker_sets)
+            for body in copy.objects.values()
+            if _labels(body).get(INSTANCE) == graph
+        ]
 
     def pods_of(self, graph: str, part: str) -> list[Object]:
         return [
@@ -212,6 +213,11 @@ def _say_lost(resource: Resource, error: Unavailable) -> None:
         )
     else:
         _log.warning("api_server_unreachable", kind=resource.kind, error=error.message)
+
+
+def part_name(body: Object) -> str:
+    """Give the part of a graph that an object is of, such as `decode`; empty for none."""
+    return _labels(body).get(COMPONENT, "")
 
 
 def _labels(body: Object) -> dict[str, str]:

@@ -12,7 +12,7 @@ from penstock.deploy.manifests.kubernetes import kubernetes_objects
 from penstock.deploy.manifests.kubernetes.objects import WORKLOADS
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.manifests.pod_graph import PLANNER_PORT
-from penstock.deploy.operator.cache import COMPONENT, GRAPH_LABEL
+from penstock.deploy.operator.cache import GRAPH_LABEL, part_name
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.deploy.supervisor.local_part import PLANNER
 from penstock.graph import Graph, RoleSpec
@@ -34,8 +34,13 @@ class Desired:
     objects: list[Object]
 
     @classmethod
-    def of(cls, body: Object) -> "Desired":
+    def of(cls, body: Object, images: Mapping[str, str] | None = None) -> "Desired":
         """Check a PenstockGraph.
+
+        Args:
+            body: the PenstockGraph.
+            images: that run now, by field of the options: a graph without this field keeps them, so that another release of the operator
+                rolls no pods.
 
         Raises:
             ConfigError: no pods could run it; one line for each mistake.
@@ -46,7 +51,7 @@ class Desired:
             raise ConfigError(f"spec.options: must be a mapping, got {wanted['options']!r}")
         graph = Graph.parse(_named(wanted.get("graph"), name), source="spec.graph")
         options = RenderOptions.parse(
-            (wanted.get("options") or {}) | {"namespace": body["metadata"]["namespace"]},
+            {**(images or {}), **(wanted.get("options") or {}), "namespace": body["metadata"]["namespace"]},
             source="spec.options",
         )
         if problems := [
@@ -63,13 +68,17 @@ class Desired:
     @property
     def parts(self) -> list[str]:
         """Name what runs as pods: frontends, roles, and the planner and the endpoint picker where there are any."""
-        return [each["metadata"]["labels"][COMPONENT] for each in self.objects if each["kind"] in WORKLOADS]
+        return [part_name(each) for each in self.workloads]
+
+    @property
+    def workloads(self) -> list[Object]:
+        return [each for each in self.objects if each["kind"] in WORKLOADS]
 
     def with_replicas(self, replicas: Mapping[str, int]) -> list[Object]:
         """Give the objects, with this number of pods for each part that is named."""
         made = []
         for each in self.objects:
-            part = (each["metadata"].get("labels") or {}).get(COMPONENT, "")
+            part = part_name(each)
             if each["kind"] in WORKLOADS and part in replicas:
                 made.append({**each, "spec": {**each["spec"], "replicas": replicas[part]}})
             else:

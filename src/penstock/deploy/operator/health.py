@@ -47,16 +47,28 @@ class Part:
         return self.name in set(Role)
 
 
-def part_of(name: str, workload: Object | None, pods: Iterable[Object]) -> Part:
-    """Read a part's state from its workload and pods."""
-    if workload is None:
-        return Part(name, 0)
-    spec, status = workload.get("spec") or {}, workload.get("status") or {}
-    part = Part(name, int(spec.get("replicas", 1)))
-    part.ready = int(status.get("readyReplicas") or 0)
-    part.total = int(status.get("replicas") or 0)
-    is_seen = int(status.get("observedGeneration") or 0) >= int(workload["metadata"].get("generation") or 0)
-    part.is_current = is_seen and int(status.get("updatedReplicas") or 0) == part.total == part.wanted
+def part_of(
+    name: str, workloads: Sequence[Object], pods: Iterable[Object], *, wanted: int | None = None
+) -> Part:
+    """Read a part's state.
+
+    Args:
+        name: of the part.
+        workloads: its own, more than one while one takes the place of another.
+        pods: of all its workloads.
+        wanted: pods that it should have; None where only its workload says it.
+    """
+    specs = [workload.get("spec") or {} for workload in workloads]
+    statuses = [workload.get("status") or {} for workload in workloads]
+    part = Part(name, sum(int(spec.get("replicas", 1)) for spec in specs) if wanted is None else wanted)
+    part.ready = sum(int(status.get("readyReplicas") or 0) for status in statuses)
+    part.total = sum(int(status.get("replicas") or 0) for status in statuses)
+    updated = sum(int(status.get("updatedReplicas") or 0) for status in statuses)
+    is_seen = all(
+        int(status.get("observedGeneration") or 0) >= int(workload["metadata"].get("generation") or 0)
+        for workload, status in zip(workloads, statuses, strict=True)
+    )
+    part.is_current = len(workloads) == 1 and is_seen and updated == part.total == part.wanted
     for pod in pods:
         if "deletionTimestamp" in pod["metadata"]:
             part.ending.append(_ending(pod))
@@ -110,6 +122,11 @@ def conditions_of(parts: Sequence[Part]) -> dict[str, tuple[bool, str, str]]:
     return {"Ready": _ready(parts), "Progressing": _progressing(parts), "Degraded": _degraded(problems)}
 
 
+def serves(parts: Sequence[Part]) -> bool:
+    """Whether a request would be answered."""
+    return _ready(parts)[0]
+
+
 def _ready(parts: Sequence[Part]) -> tuple[bool, str, str]:
     by_name = {part.name: part for part in parts if part.is_role or part.name == FRONTEND}
     has = {name: part.ready > 0 for name, part in by_name.items()}
@@ -132,7 +149,12 @@ def _progressing(parts: Sequence[Part]) -> tuple[bool, str, str]:
     ]
     if not changing and not ending:
         return False, "Complete", "all pods are of the newest revision"
-    texts = [f"{part.name}: {part.ready} of {part.wanted} ready" for part in changing]
+    texts = [
+        f"{part.name}: {part.ready} of {part.wanted} ready"
+        if part.wanted or not part.total
+        else f"{part.name}: {part.total} pods end once those that take their place are ready"
+        for part in changing
+    ]
     if any(not part.is_current and part.total for part in changing):
         reason = "RollingOut"
     elif ending:

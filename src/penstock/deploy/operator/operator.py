@@ -126,6 +126,8 @@ class Operator:
                 while True:
                     name = await queue.take()
                     is_full = loop.time() >= due_s.get(name, 0.0)
+                    if is_full:
+                        due_s[name] = loop.time() + self._resync_s * self._rng.uniform(0.8, 1.0)
                     try:
                         with metrics.seconds.time():
                             await reconciler.reconcile(name, is_full=is_full)
@@ -149,8 +151,6 @@ class Operator:
                         due_s.pop(name, None)
                         queue.done(name)
                         continue
-                    if is_full:
-                        due_s[name] = loop.time() + self._resync_s * self._rng.uniform(0.8, 1.0)
                     queue.done(name, again_s=max(0.0, due_s[name] - loop.time()))
         finally:
             metrics.leads.set(0)

@@ -38,7 +38,7 @@ def graph_status(body: Object, parts: Sequence[Part], failed: Conditions | None 
     workers = [part for part in parts if part.is_role]
     return {
         "observedGeneration": generation,
-        "workers": f"{sum(part.ready for part in workers)}/{sum(part.wanted for part in workers)}",
+        "workers": f"{sum(min(part.ready, part.wanted) for part in workers)}/{sum(part.wanted for part in workers)}",
         "summary": _summary(conditions),
         "parts": [
             {"name": part.name, "replicas": part.wanted, "ready": part.ready, "scaledBy": part.scaled_by}

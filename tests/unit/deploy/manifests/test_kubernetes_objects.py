@@ -1,16 +1,22 @@
 """Objects of Kubernetes for every example graph: valid, consistent with each other, and with what the processes need."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.cli import make_parser
 from penstock.core.errors import ConfigError
 from penstock.deploy.drain import frontend_drain_s, worker_drain_s
-from penstock.deploy.manifests.options import Cache
+from penstock.deploy.manifests.kubernetes import kubernetes_objects
+from penstock.deploy.manifests.kubernetes.objects import WORKLOADS
+from penstock.deploy.manifests.options import Cache, RenderOptions
 from penstock.deploy.manifests.yaml_text import dump_all
 from penstock.deploy.supervisor.local_part import LocalPart
 from penstock.graph import Graph, Overrides, build, load
@@ -57,7 +63,7 @@ def test_older_clusters_take_them_and_a_misspelt_field_would_be_found() -> None:
     objects = objects_of(example(ON_NODES[0]))
     for each in objects:
         validate(each, OLDEST)
-    policy = objects[-1]
+    policy = next(each for each in objects if each["kind"] == "NetworkPolicy")
     policy["spec"]["ingres"] = policy["spec"].pop("ingress")
     with pytest.raises(kubernetes_validate.ValidationError):
         validate(policy, NEWEST)
@@ -248,3 +254,56 @@ def test_a_cache_of_the_node_is_given_to_the_pods_user() -> None:
                 assert one["command"] == ["/bin/chown", "10001:10001", "/var/cache/penstock"]
                 assert template["spec"]["securityContext"]["runAsUser"] == 10001
                 assert one["image"] == container(template)["image"]
+
+
+def derived(workload: dict) -> list[str]:
+    """Give the longest names and labels that the controllers of Kubernetes make of a workload's name, with 1,000 pods or groups."""
+    name, revision = workload["metadata"]["name"], 10 * "f"
+    return {
+        "Deployment": [],
+        "StatefulSet": [f"{name}-999", f"{name}-{revision}"],
+        "LeaderWorkerSet": [name, f"{name}-999-9", f"{name}-{revision}", f"{name}-999-{revision}"],
+    }[workload["kind"]]
+
+
+def labels_in(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        for key, inner in node.items():
+            if key in {"labels", "matchLabels"}:
+                yield from inner.values()
+            yield from labels_in(inner)
+    elif isinstance(node, list):
+        for inner in node:
+            yield from labels_in(inner)
+
+
+WIDE = {"engine": "vllm", "hardware": "h100", "nodes": 2, "tensor_parallel": 16}
+DISK = {"kv": {"disk": {"path": "/var/lib/penstock-kv/blocks", "size": "10GiB"}}}
+SHAPES: list[dict] = [
+    {"aggregated": {"engine": "vllm", "hardware": "h100"}},
+    {"prefill": {}, "decode": DISK},
+    {"aggregated": DISK},
+    {"aggregated": WIDE},
+]
+
+
+@settings(max_examples=60)
+@given(
+    name=st.from_regex(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?", fullmatch=True)
+    | st.integers(30, 41).map("n".__mul__),
+    roles=st.sampled_from(SHAPES),
+    has_gateway=st.booleans(),
+)
+def test_every_name_and_label_has_at_most_63_characters(name: str, roles: dict, has_gateway: bool) -> None:
+    options = RenderOptions(gateway="entry" if has_gateway else None, cache=Cache(kind="size", name="1Gi"))
+    graph = build({"name": name, "model": "org/model", "roles": roles})
+    if len(name) > (37 if WIDE in roles.values() else 40) or name == "default":
+        with pytest.raises(ConfigError, match="name: "):
+            kubernetes_objects(graph, options)
+        return
+    objects = kubernetes_objects(graph, options)
+    for each in objects:
+        texts = {*labels_in(each), *(derived(each) if each["kind"] in WORKLOADS else ())}
+        if each["kind"] != "ConfigMap":
+            texts.add(each["metadata"]["name"])
+        assert max(map(len, texts)) <= 63, each["kind"]

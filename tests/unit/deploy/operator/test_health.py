@@ -28,11 +28,11 @@ def current(name, wanted, ready=None):
     ],
 )
 def test_a_part_is_current_when_all_its_pods_are(body, is_current):
-    assert part_of("decode", body, []).is_current is is_current
+    assert part_of("decode", [body], []).is_current is is_current
 
 
 def test_a_part_that_is_not_there_wants_nothing():
-    part = part_of("decode", None, [])
+    part = part_of("decode", [], [])
     assert (part.wanted, part.is_current) == (0, False)
 
 

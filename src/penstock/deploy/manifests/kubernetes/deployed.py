@@ -18,6 +18,9 @@ WORKER_LABEL = "penstock.dev/worker"
 """On the pods of every role."""
 HARDWARE_LABEL = "penstock.dev/hardware"
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_LABEL_CHARACTERS_MAX = 63
+_OF_GROUP = len("-999") + len("-") + 10
+"""Of the longest label that LeaderWorkerSet gives followers, behind its own name: the index of the group, and the hash of the revision."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
@@ -101,6 +104,14 @@ def check_names(graph: Graph) -> None:
             "name: default: pods' ServiceAccount has this name, and that of the namespace's other pods is called so;"
             " set another by --set name=chat"
         )
+    for name, role in graph.roles.present().items():
+        most = _LABEL_CHARACTERS_MAX - _OF_GROUP - len(f"-{name}")
+        if role.nodes > 1 and len(graph.name) > most:
+            raise ConfigError(
+                f"name: {graph.name}: has {len(graph.name)} characters, and with roles.{name}.nodes: {role.nodes} a name has at most {most},"
+                f" as LeaderWorkerSet labels pods with it, role, group and revision in {_LABEL_CHARACTERS_MAX} characters;"
+                " set another by --set name=chat"
+            )
 
 
 def check_places(graph: Graph) -> None:

@@ -65,9 +65,9 @@ def gateway(deployed: Deployed, name: str) -> Iterator[dict[str, Any]]:
         },
     )
     yield from account(deployed, deployed.part_name(PICKER), _RULES)
-    yield deployment(deployed, PICKER, 1, _pod(deployed), has_spare=True)
     if deployed.options.network_policy:
         yield picker_policy(deployed, PICKER)
+    yield deployment(deployed, PICKER, 1, _pod(deployed), has_spare=True)
 
 
 def check_gateway(graph: Graph) -> None:

@@ -48,11 +48,13 @@ def kubernetes_objects(graph: Graph, options: RenderOptions) -> list[dict[str, A
             "v1", "ConfigMap", deployed.config_name, immutable=True, data=dict(deployed.pods.files)
         ),
         *([claim] if claim is not None else []),
+        *(
+            network_policies(deployed) if options.network_policy else ()
+        ),  # before the pods, which would run open
+        *budgets(deployed),
         *services(deployed),
         *workloads(deployed),
         *planner_objects(deployed),
-        *budgets(deployed),
-        *(network_policies(deployed) if options.network_policy else ()),
         *(gateway(deployed, options.gateway) if options.gateway is not None else ()),
         *([_service_monitor(deployed)] if options.service_monitor else []),
     ]

@@ -22,12 +22,15 @@ from penstock.deploy.manifests.pod_graph import (
 from penstock.deploy.secret import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from penstock.deploy.supervisor.local_part import PLANNER
+from penstock.deploy.supervisor.resources.devices import devices_of
 from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
 from penstock.graph import RoleSpec
 from penstock.runtime.credentials import EVENTS_VARIABLE, REGISTRY_VARIABLE
 
 USER = 10_001
 """Of the images."""
+CONTAINER = "penstock"
+"""Name of the container of frontends, workers and the planner."""
 NIXL_PORT = 5600
 """First port of vLLM's NIXL connector, one for each rank."""
 REVISIONS = ["pod-template-hash", "controller-revision-hash"]
@@ -129,7 +132,7 @@ def _worker_template(
 
 def _container(deployed: Deployed, part: str, *, run: str, image: str) -> dict[str, Any]:
     return {
-        "name": "penstock",
+        "name": CONTAINER,
         "image": image,
         "args": ["up", str(GRAPH_PATH / GRAPH_FILE), "--run", run],
         "env": _environment(deployed, part),
@@ -245,10 +248,13 @@ def _http(path: str, port: str, *, period_s: int, failures: int, scheme: str = "
 
 
 def _memory(role: RoleSpec) -> str:
-    """Give the memory that a worker asks for: 2 GiB, and its KV tier in memory."""
+    """Give the memory that a worker's pod asks for: 2 GiB, 6 GiB for the process of each GPU, and the KV tier in memory.
+
+    There is no limit: pages of weights that are read count as the pod's, and none should end it.
+    """
     host = role.kv.host
     num_bytes = 0 if host.is_multiple else host.num_bytes
-    return f"{(2 << 10) + math.ceil(num_bytes / (1 << 20))}Mi"
+    return f"{((2 + 6 * devices_of(role)) << 10) + math.ceil(num_bytes / (1 << 20))}Mi"
 
 
 def _node_selector(role: RoleSpec) -> dict[str, str]:
