@@ -84,11 +84,16 @@ class RegistryHarness:
         self.server.forget()
 
 
+def discovery_of(access, identity, **options):
+    api = KubernetesClient(access, timeout_s=options["config"].connect_timeout_s)
+    return KubernetesDiscovery(api, identity, **options)
+
+
 class ApiServerHarness(RegistryHarness):
     access = None
 
     def __init__(self):
-        super().__init__(ApiServer, KubernetesDiscovery)
+        super().__init__(ApiServer, discovery_of)
         self.server.rules["suite-token"] = DISCOVERY_RULES
         self.kill, self.start, self.forget = self.server.stop, self.server.start, self.server.store.forget
 

@@ -19,6 +19,7 @@ from penstock.runtime.discovery.local import LocalDiscovery, LocalHub
 from penstock.runtime.discovery.nats.discovery import NatsDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.kubernetes.access import KubernetesAccess
+from penstock.runtime.kubernetes.client import KubernetesClient
 from penstock.seams import Discovery
 from penstock.testing.planes.scripted_worker import scripted_instance
 from tests.support.kubernetes.api_server import ApiServer
@@ -37,7 +38,8 @@ def client(discovery: str, url: str) -> AbstractAsyncContextManager[Discovery]:
             return NatsDiscovery([url], IDENTITY, namespace=NAMESPACE, rng=rng, config=CONFIG)
         case "kubernetes":
             access = KubernetesAccess(url, namespace="default", token="suite-token")
-            return KubernetesDiscovery(access, IDENTITY, namespace=NAMESPACE, rng=rng, config=CONFIG)
+            api = KubernetesClient(access, timeout_s=CONFIG.connect_timeout_s)
+            return KubernetesDiscovery(api, IDENTITY, namespace=NAMESPACE, rng=rng, config=CONFIG)
         case _:
             return LocalDiscovery(url, IDENTITY, rng=rng, config=CONFIG)
 

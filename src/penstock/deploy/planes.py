@@ -17,6 +17,7 @@ from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.handshake import Identity
 from penstock.runtime.kubernetes.access import KubernetesAccess
+from penstock.runtime.kubernetes.client import KubernetesClient
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.runtime.tls import PlaneTls
 from penstock.seams import Discovery, EventCarrier
@@ -203,7 +204,7 @@ def _discovery(
             )
 
             return KubernetesDiscovery(
-                KubernetesAccess.find(),
+                KubernetesClient(KubernetesAccess.find(), timeout_s=spec.registry.connect_timeout_s),
                 identity,
                 namespace=namespace,
                 rng=rng,

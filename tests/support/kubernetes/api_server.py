@@ -316,7 +316,9 @@ class ApiServer:
         metadata: Object = {"resourceVersion": str(revision)}
         limit = int(request.query.get("limit", "0")) or len(items)
         if len(items) > limit:
-            metadata |= {"continue": secrets.token_hex(8), "remainingItemCount": len(items) - limit}
+            metadata["continue"] = secrets.token_hex(8)
+            if "labelSelector" not in request.query:  # unknown with a selector
+                metadata["remainingItemCount"] = len(items) - limit
             self._pages[metadata["continue"]] = (revision, items[limit:])
         return {
             "kind": f"{kind.name}List",

@@ -6,7 +6,7 @@ that is missing after a reconnect, stays for a grace time, in which a living wor
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
@@ -93,18 +93,25 @@ class RegistryView:
         self._keep(worker_id)
         self._table.remove(worker_id, reason)
 
-    def lapse(self, worker_id: WorkerId, reason: str) -> None:
-        """Remove an instance after the grace time, unless it is put again."""
+    def lapse(self, worker_id: WorkerId, reason: str, *, grace_s: float | None = None) -> None:
+        """Remove an instance after a grace time, unless it is put again; None is the view's own time."""
         if worker_id in self._table and worker_id not in self._lapsed:
+            grace_s = self._grace_s if grace_s is None else grace_s
             loop = asyncio.get_running_loop()
-            self._lapsed[worker_id] = loop.call_later(self._grace_s, self._end_grace, worker_id, reason)
+            self._lapsed[worker_id] = loop.call_later(grace_s, self._end_grace, worker_id, reason)
 
-    def sync(self, present: set[WorkerId]) -> None:
-        """Tell watchers that the registry was read, which has these workers."""
+    def sync(self, present: set[WorkerId], graces_s: Mapping[WorkerId, float] | None = None) -> None:
+        """Tell watchers that the registry was read.
+
+        Args:
+            present: the workers that it has.
+            graces_s: of those that are missing, where it is not the view's own time.
+        """
         for worker_id in [each for each in self._table if each not in present]:
             if worker_id in self._overdue:
                 self._keep(worker_id)
-            self.lapse(worker_id, "it did not register again after the registry was lost")
+            reason = "it did not register again after the registry was lost"
+            self.lapse(worker_id, reason, grace_s=(graces_s or {}).get(worker_id))
         self._table.mark_synced()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Discovery by Kubernetes: a Lease for each worker, renewed while it lives, and a watch of a deployment's Leases.
+"""Discovery by Kubernetes: two Leases for each worker, one with its record and one renewed while it lives, and a watch of a deployment's Leases.
 
 A client that loses the API server keeps what it knows. A Lease that is gone while its worker lives is made again.
 """
@@ -10,7 +10,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.ids import WorkerId
@@ -22,7 +22,11 @@ from penstock.runtime.discovery.kubernetes.lease import (
     Seen,
     lease_name,
     lease_of,
-    now,
+    record_in,
+    record_name,
+    record_of,
+    renewal_s,
+    renewed,
     start_lease,
 )
 from penstock.runtime.discovery.kubernetes.watcher import LeaseWatcher
@@ -32,14 +36,16 @@ from penstock.runtime.discovery.refused_start import refused_start, start_key
 from penstock.runtime.discovery.registrations import Registrations, StoredRegistration
 from penstock.runtime.discovery.view import RegistryView
 from penstock.runtime.handshake import Identity
-from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, KubernetesError, Object
 from penstock.runtime.kubernetes.pod import Pod
 from penstock.runtime.kubernetes.reflector import Pace, Reflector
 
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _STALE_LEASES = 3
-"""A Lease not renewed for so many lease times is nobody's, whatever two clocks say."""
+"""A Lease not renewed for so many times of its validity is nobody's, whatever two clocks say."""
+_LEASES_PER_WORKER = 2
+_RENEWALS = 2
+"""How often a Lease is renewed while it is valid, at the least; a renewal that fails is tried again at once."""
 _log = get_logger()
 
 
@@ -48,7 +54,7 @@ class KubernetesDiscovery:
 
     def __init__(
         self,
-        access: KubernetesAccess,
+        client: KubernetesClient,
         identity: Identity,
         *,
         namespace: str,
@@ -60,7 +66,7 @@ class KubernetesDiscovery:
         """Make a client.
 
         Args:
-            access: the API server and who asks; its namespace has the Leases.
+            client: of the API server, entered and left with this context; its namespace has the Leases.
             identity: has the deployment's secret and hash key.
             namespace: of the deployment, a label of its Leases; several deployments may share a namespace of Kubernetes.
             rng: for jitter.
@@ -77,7 +83,8 @@ class KubernetesDiscovery:
                 " the first and the last a letter or digit"
             )
         self._config = config or DiscoveryConfig()
-        self._client = KubernetesClient(access, timeout_s=self._config.connect_timeout_s)
+        self._client = client
+        self._renewal_s = self._config.lease_ttl_s / 3
         self._records = Records(identity)
         self._namespace = namespace
         self._labels = f"{DEPLOYMENT_LABEL}={namespace}"
@@ -137,11 +144,13 @@ class KubernetesDiscovery:
                     f" leases.coordination.k8s.io in namespace {self._client.namespace}"
                 ) from error
             raise
+        records = dict(filter(None, map(record_in, listing.objects)))
         for seen in map(Seen.of, listing.objects):
-            if seen is None or seen.record is None or seen.age_s > _STALE_LEASES * self._config.lease_ttl_s:
+            is_live = seen is not None and seen.is_held and seen.age_s <= _STALE_LEASES * seen.valid_s
+            if seen is None or not is_live or seen.worker_id not in records:
                 continue
             try:
-                self._records.decode(seen.record)
+                self._records.decode(records[seen.worker_id])
             except RecordError as error:
                 await self._note_refused_start(error.reason)
                 raise ConfigError(
@@ -189,7 +198,6 @@ class KubernetesDiscovery:
     async def _keep_registered(self) -> None:
         """Renew the Leases, and store what changes; after an error, go on with what is left."""
         registrations, loop = self._registrations, asyncio.get_running_loop()
-        renewal_s = self._config.lease_ttl_s / 3
         renew_at_s = loop.time()
         due: list[StoredRegistration] = []
         tries = 0
@@ -197,7 +205,10 @@ class KubernetesDiscovery:
             try:
                 if loop.time() >= renew_at_s:
                     due = list(registrations.current.values())
-                    renew_at_s = loop.time() + renewal_s * self._rng.uniform(0.8, 1.0)
+                    if due:
+                        num_workers = await self._client.count(LEASES) // _LEASES_PER_WORKER
+                        self._renewal_s = renewal_s(num_workers, self._config.lease_ttl_s)
+                    renew_at_s = loop.time() + self._renewal_s * self._rng.uniform(0.8, 1.0)
                 while due:
                     await self._renew(due[-1])
                     due.pop()
@@ -223,32 +234,40 @@ class KubernetesDiscovery:
         worker_id = registration.instance.worker_id
         if not registration.stored.is_set() or self._registrations.current.get(worker_id) is not registration:
             return
-        if await self._patch(worker_id, {"spec": {"renewTime": now()}}):
+        is_there = await self._patch(lease_name(worker_id), {"spec": renewed(self._valid_s)})
+        if is_there and await self._client.find(LEASES, record_name(worker_id)) is not None:
             return
         _log.warning("lease_lost", worker=registration.instance.name, registry=self._client.access.server)
         self._registrations.resend_all()
 
-    async def _store(self, worker_id: WorkerId, instance: Instance | None) -> None:
-        """Create or change a worker's Lease; None withdraws it."""
-        if instance is None:
-            if await self._patch(worker_id, {"spec": {"holderIdentity": None}}):
-                await self._client.delete(LEASES, lease_name(worker_id))
-            return
-        lease = lease_of(
-            worker_id,
-            instance.name,
-            self._records.encode(instance),
-            deployment=self._namespace,
-            pod=self._pod,
-            ttl_s=self._config.lease_ttl_s,
-        )
-        if not await self._patch(worker_id, lease):
-            await self._client.create(LEASES, lease)  # 409 where an answer was lost: the next try changes it
+    @property
+    def _valid_s(self) -> float:
+        return max(self._config.lease_ttl_s, _RENEWALS * self._renewal_s)
 
-    async def _patch(self, worker_id: WorkerId, body: Object) -> bool:
-        """Change a worker's Lease; False where there is none."""
+    async def _store(self, worker_id: WorkerId, instance: Instance | None) -> None:
+        """Create or change a worker's Leases; None withdraws it."""
+        if instance is None:
+            if await self._patch(lease_name(worker_id), {"spec": {"holderIdentity": None}}):
+                await self._client.delete(LEASES, lease_name(worker_id))
+            await self._client.delete(LEASES, record_name(worker_id))
+            return
+        record = self._records.encode(instance)
+        about: dict[str, Any] = {"deployment": self._namespace, "pod": self._pod}
+        for lease in (
+            record_of(worker_id, record, **about),
+            lease_of(worker_id, instance.name, valid_s=self._valid_s, **about),
+        ):
+            try:
+                await self._client.create(LEASES, lease)
+            except KubernetesError as error:
+                if error.status != 409:  # it is there, or an answer was lost
+                    raise
+                await self._patch(lease["metadata"]["name"], lease)
+
+    async def _patch(self, name: str, body: Object) -> bool:
+        """Change a Lease; False where there is none."""
         try:
-            await self._client.patch(LEASES, lease_name(worker_id), body)
+            await self._client.patch(LEASES, name, body)
         except KubernetesError as error:
             if error.status == 404:
                 return False

@@ -1,7 +1,8 @@
-"""A worker's registration as a `coordination.k8s.io/v1` Lease, the object that Kubernetes has for who is alive.
+"""A worker's registration: two `coordination.k8s.io/v1` Leases, of which one says that it lives and the other has its record.
 
-The record is an annotation; the pod is the owner, so that the garbage collector removes the Lease with it. A withdrawn Lease has
-no holder, as one that a leader releases.
+Only the small one is renewed, so that a renewal moves no record. All workers of a namespace together renew at a rate that hardly grows
+with their number: a Lease says itself for how long it is valid. The pod is the owner, so that the garbage collector removes both with it.
+A withdrawn Lease has no holder, as one that a leader releases.
 """
 
 import base64
@@ -19,39 +20,44 @@ from penstock.runtime.kubernetes.pod import Pod
 DEPLOYMENT_LABEL = "penstock.dev/deployment"
 RECORD = "penstock.dev/registration"
 REFUSED_START = "penstock.dev/refused-start"
-_NAME = "penstock-worker-"
+_NAME, _RECORD_NAME = "penstock-worker-", "penstock-record-"
+_RENEWALS_PER_S, _WORKERS_FOR_ONE_MORE = 0.7, 300
+"""All workers of a namespace together renew about 0.7 times a second, and once more for every 300 of them."""
 _START = "penstock-start-"
+
+
+def renewal_s(num_workers: int, ttl_s: float) -> float:
+    """Give how often a worker renews its Lease, so that all of a namespace do not overload the API server: three times in `ttl_s` where they are few."""
+    per_s = _RENEWALS_PER_S + num_workers / _WORKERS_FOR_ONE_MORE
+    return max(ttl_s / 3, num_workers / per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A Lease as a watcher sees it.
+    """A worker's Lease as a watcher sees it.
 
     Attributes:
-        record: the encoded registration; None where it is withdrawn.
+        is_held: False where it is withdrawn.
         mark: changes with each renewal.
         age_s: since its renewal, by the clocks of two hosts.
+        valid_s: after its last renewal; 0 where it does not say.
     """
 
     worker_id: WorkerId
-    record: bytes | None
+    is_held: bool
     mark: str
     uid: str
     revision: str
     age_s: float
+    valid_s: float
 
     @classmethod
     def of(cls, body: Object) -> Self | None:
         """Read a Lease; None for one of others."""
         metadata, spec = body["metadata"], body.get("spec") or {}
-        worker_id = worker_of(metadata["name"])
+        worker_id = _worker_of(metadata["name"], _NAME)
         if worker_id is None:
             return None
-        text = (metadata.get("annotations") or {}).get(RECORD, "")
-        try:
-            record = base64.b64decode(text, validate=True)
-        except (binascii.Error, ValueError):
-            record = b""  # refused as damaged
         renewed = spec.get("renewTime") or ""
         try:
             age_s = wall_time_s() - dt.datetime.fromisoformat(renewed).timestamp()
@@ -59,68 +65,72 @@ class Seen:
             age_s = math.inf
         return cls(
             worker_id,
-            record if spec.get("holderIdentity") else None,
+            bool(spec.get("holderIdentity")),
             f"{metadata['uid']} {renewed}",
             metadata["uid"],
             metadata["resourceVersion"],
             age_s,
+            float(spec.get("leaseDurationSeconds") or 0),
         )
+
+
+def record_in(body: Object) -> tuple[WorkerId, bytes] | None:
+    """Give the worker and the encoded registration of a Lease that has one; of what cannot be read the bytes are empty."""
+    metadata = body["metadata"]
+    name = metadata["name"]  # a release before keeps the record in the Lease that it renews
+    worker_id = _worker_of(name, _RECORD_NAME if name.startswith(_RECORD_NAME) else _NAME)
+    text = (metadata.get("annotations") or {}).get(RECORD)
+    if worker_id is None or text is None:
+        return None
+    try:
+        return worker_id, base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return worker_id, b""  # refused as damaged
 
 
 def lease_name(worker_id: WorkerId) -> str:
     return f"{_NAME}{worker_id:016x}"
 
 
-def worker_of(name: str) -> WorkerId | None:
+def record_name(worker_id: WorkerId) -> str:
+    return f"{_RECORD_NAME}{worker_id:016x}"
+
+
+def _worker_of(name: str, prefix: str) -> WorkerId | None:
     """Give the worker of a Lease's name; None for Leases of others."""
     try:
-        return WorkerId(int(name.removeprefix(_NAME), 16)) if name.startswith(_NAME) else None
+        return WorkerId(int(name.removeprefix(prefix), 16)) if name.startswith(prefix) else None
     except ValueError:
         return None
 
 
-def lease_of(
-    worker_id: WorkerId, name: str, record: bytes, *, deployment: str, pod: Pod | None, ttl_s: float
-) -> Object:
+def lease_of(worker_id: WorkerId, name: str, *, deployment: str, pod: Pod | None, valid_s: float) -> Object:
     """Make a worker's Lease, renewed now.
 
     Args:
         worker_id: names it.
         name: the worker's, for people who list Leases.
-        record: the encoded registration.
         deployment: label by which watchers choose.
         pod: its owner; None for none.
-        ttl_s: seconds after which it has lapsed.
+        valid_s: seconds after which it has lapsed.
     """
-    metadata: Object = {
-        "name": lease_name(worker_id),
-        "labels": {DEPLOYMENT_LABEL: deployment, "app.kubernetes.io/managed-by": "penstock"},
-        "annotations": {RECORD: base64.b64encode(record).decode()},
-    }
-    if pod is not None:
-        metadata["ownerReferences"] = [_owner(pod)]
-    return {
-        "apiVersion": LEASES.api_version,
-        "kind": LEASES.kind,
-        "metadata": metadata,
-        "spec": {
-            "holderIdentity": name,
-            "leaseDurationSeconds": max(1, math.ceil(ttl_s)),
-            "renewTime": now(),
-        },
-    }
+    body = _lease(lease_name(worker_id), deployment, pod)
+    return body | {"spec": {"holderIdentity": name, **renewed(valid_s)}}
+
+
+def record_of(worker_id: WorkerId, record: bytes, *, deployment: str, pod: Pod | None) -> Object:
+    """Make the Lease that has a worker's record, which nobody holds or renews; the arguments are as for `lease_of`."""
+    return _lease(record_name(worker_id), deployment, pod, **{RECORD: base64.b64encode(record).decode()})
+
+
+def renewed(valid_s: float) -> Object:
+    """Give the fields of a Lease's `spec` that a renewal sets."""
+    return {"renewTime": now(), "leaseDurationSeconds": max(1, math.ceil(valid_s))}
 
 
 def start_lease(key: str, data: bytes, *, deployment: str, pod: Pod | None) -> Object:
     """Make the Lease that is the note of a refused start: it has no holder, and its process deletes it at once."""
-    metadata: Object = {
-        "name": f"{_START}{key}",
-        "labels": {DEPLOYMENT_LABEL: deployment, "app.kubernetes.io/managed-by": "penstock"},
-        "annotations": {REFUSED_START: base64.b64encode(data).decode()},
-    }
-    if pod is not None:
-        metadata["ownerReferences"] = [_owner(pod)]
-    return {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata, "spec": {}}
+    return _lease(f"{_START}{key}", deployment, pod, **{REFUSED_START: base64.b64encode(data).decode()})
 
 
 def start_of(body: Object) -> bytes | None:
@@ -134,8 +144,16 @@ def start_of(body: Object) -> bytes | None:
         return b""
 
 
-def _owner(pod: Pod) -> Object:
-    return {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}
+def _lease(name: str, deployment: str, pod: Pod | None, **annotations: str) -> Object:
+    metadata: Object = {
+        "name": name,
+        "labels": {DEPLOYMENT_LABEL: deployment, "app.kubernetes.io/managed-by": "penstock"},
+    }
+    if annotations:
+        metadata["annotations"] = annotations
+    if pod is not None:
+        metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}]
+    return {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata, "spec": {}}
 
 
 def now() -> str:
