@@ -129,7 +129,7 @@ GPU = {"engine": "vllm", "hardware": "h100", "replicas": 3}
         pytest.param({"aggregated": ONE | DISK}, {"aggregated": ONE}, 3, marks=pytest.mark.nightly),
         ({"aggregated": ONE}, {"aggregated": WIDE}, 3),
         pytest.param({"aggregated": WIDE}, {"aggregated": ONE}, 6, marks=pytest.mark.nightly),
-        ({"aggregated": ONE}, PAIR, 3),
+        pytest.param({"aggregated": ONE}, PAIR, 3, marks=pytest.mark.nightly),
         ({"aggregated": GPU}, {"aggregated": GPU | DISK}, 2),
         ({"aggregated": GPU}, {"aggregated": GPU | DISK | {"replicas": 5}}, 3),
         ({"aggregated": GPU | {"replicas": 1}}, {"aggregated": GPU | DISK | {"replicas": 1}}, 1),
@@ -329,11 +329,12 @@ async def test_a_graph_at_which_the_operator_fails_stops_no_other(here, monkeypa
 
 
 NEEDED = {"serviceaccounts", "roles", "rolebindings", "configmaps"}
+REFUSED = ["configmaps", "services", "networkpolicies", "deployments"]
+AT_NIGHT = ["serviceaccounts", "roles", "rolebindings", "poddisruptionbudgets", "penstockroles"]
 
 
 @pytest.mark.parametrize(
-    "plural",
-    [*sorted(NEEDED), "services", "poddisruptionbudgets", "networkpolicies", "deployments", "penstockroles"],
+    "plural", [*REFUSED, *(pytest.param(plural, marks=pytest.mark.nightly) for plural in AT_NIGHT)]
 )
 @given_by("site")
 async def test_a_refused_object_is_said_and_the_rest_applied_policies_first(here, plural):
