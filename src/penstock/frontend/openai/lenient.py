@@ -27,6 +27,7 @@ _WITHOUT_EFFECT = frozenset(
         "mm_processor_kwargs",
         "return_cached_tokens_details",
         "timeout",  # LiteLLM sends its own to some servers
+        "cache_control",
         "client_metadata",
         "context_management",
         "prompt_cache_options",

@@ -179,10 +179,14 @@ def _output_of(item: InputItem, where: str) -> str | list[ContentPart] | None:
         try:
             return _content(msgspec.convert(item.output, str | list[InputPart] | None), where)
         except msgspec.ValidationError as error:
-            raise RequestError(f"{where}: must be a text or a list of parts: {error}", param=where) from error
+            raise RequestError(
+                f"{where}: must be a text, or a list of parts that have a type", param=where
+            ) from error
     tool = item.type.removesuffix("_call_output")
     if tool == item.type or tool not in _OF_CLIENTS:
         return None
+    if item.output is None:
+        return ""
     return item.output if isinstance(item.output, str) else _json(item.output)
 
 
