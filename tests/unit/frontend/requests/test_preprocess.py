@@ -17,6 +17,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.types.cards import request_salt
 from penstock.core.types.requests import KvRetention
 from penstock.core.wire import token_list, unpack_hashes
+from penstock.engine.scheduling.sampling import checked_sampling
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.frontend import PendingAnswer
 from penstock.frontend.openai.agents import RetentionBody
@@ -141,6 +142,14 @@ def test_a_models_own_defaults_apply_where_a_request_says_nothing() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.9)
     sampling = chat(with_defaults, temperature=0.0, top_k=-1).requests[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, None, 0.9)
+
+
+def test_a_top_p_of_0_keeps_the_likeliest_token_alone() -> None:
+    card = msgspec.structs.replace(tiny_card(), default_sampling=(("top_p", 0.0),))
+    for said in (chat(ServedModel(card, tiny_model_files())), chat(top_p=0.0)):
+        sampling = said.requests[0].sampling
+        assert 0 < sampling.top_p < 1 / 500_000
+        checked_sampling(sampling, vocab_size=500_000, context_length=512)
 
 
 @pytest.mark.parametrize(
