@@ -110,8 +110,6 @@ class PlannerConfig(Config):
     """Workers of a role are taken away down to the most that was wanted in the last so many seconds, or in the time of a start if that is longer, and not before the planner ran so long."""
     cold_s: float = pydantic.Field(default=30.0, ge=0, le=3600)
     """Seconds after a worker became ready in which its step times do not count, and latencies are not taken for its own."""
-    rehearse_s: float | None = pydantic.Field(default=None, ge=10, le=600)
-    """Before workers are taken away, so many seconds of recent requests, scaled to the forecast, are simulated on those that would be left; if these would miss the SLO, the others stay. None simulates nothing."""
     prometheus: PrometheusSpec | None = None
     """Where demand and latencies are read instead of the windows of this deployment's frontends, as `{url: http://127.0.0.1:9090}`."""
     act: ActSpec = ActSpec()

@@ -23,7 +23,6 @@ from penstock.planner.estimate.worker_watts import WorkerWatts
 from penstock.planner.explain.record import DecisionRecord, Expected, RoleSeen, Seen
 from penstock.planner.observe.observation import Observation, WorkerView
 from penstock.planner.policy import Policy
-from penstock.planner.rehearse.rehearser import Checked, Rehearser
 from penstock.runtime.observations.windows import Digest
 from penstock.seams import ScalingConnector
 
@@ -107,19 +106,12 @@ class Planner:
             horizon_s=self._horizon_s,
             season_s=config.season_s,
         )
-        self._rehearser = (
-            Rehearser(config.rehearse_s, slo, capacities, again_s=config.floor_period_s)
-            if config.rehearse_s
-            else None
-        )
         in_watts = config.budget is not None and config.budget.watts is not None
         self._watts = WorkerWatts({each.role: each.cost for each in capacities}) if in_watts else None
         self._number = 0
         self._interval_since_s: float | None = None
         self._floor_s = -math.inf
         self._floor: ExpectedDemand | None = None
-        self._calm_rates: dict[Role, float] = {}
-        """Work of each role that was forecast, surges left out."""
         self._warm: dict[Role, int] | None = None
         """Workers of each role in the last round, if all were warm."""
         self._short_s: float | None = None
@@ -181,7 +173,7 @@ class Planner:
                 expected,
                 now=record.now,
                 room=record.room,
-                factors=self._factors(),
+                factors={role: factor.value for role, factor in self._estimator.factors.items()},
                 prices=record.watts,
             )
             record = await self._act(record, look, recent, decision)
@@ -212,8 +204,7 @@ class Planner:
     async def _act(
         self, record: DecisionRecord, look: Look, recent: Observation, decision: Decision
     ) -> DecisionRecord:
-        """Damp the decision, check it and carry it out; gives the whole record."""
-        checked: Checked | None = None
+        """Damp the decision and carry it out; gives the whole record."""
         if look.held:
             damped = Damped(dict(record.now))
         else:
@@ -224,11 +215,6 @@ class Planner:
                 start_s=record.horizon_s,
                 may_flip=lambda *roles: roles not in record.rigid,
             )
-            if self._rehearser is not None:
-                # A surge is in the recent requests that it replays.
-                calm = msgspec.structs.replace(decision.expected, rates=self._calm_rates)
-                checked = await self._rehearser.check(record.now, damped.target, calm, self._factors())
-                damped = damped.keeping(checked.kept, checked.why)
         load = {
             worker.name: float(worker.running_requests + worker.waiting_requests) for worker in recent.workers
         }
@@ -242,7 +228,6 @@ class Planner:
             decision=decision,
             target=damped.target,
             damped=damped.why,
-            checked=checked,
             flips=plan.flips,
             adds=dict(plan.adds),
             retires=plan.retires,
@@ -251,9 +236,6 @@ class Planner:
             held=outcome.held,
             waits=outcome.waits,
         )
-
-    def _factors(self) -> dict[Role, float]:
-        return {role: factor.value for role, factor in self._estimator.factors.items()}
 
     # -- observe and expect
 
@@ -268,8 +250,6 @@ class Planner:
         self._interval_since_s += ended * self._interval_s
         if seen.frontends:
             self._estimator.take(seen, min(ended, _GAP_MAX), warm=self._warm)
-            if self._rehearser is not None:
-                self._rehearser.take(seen, min(ended, _GAP_MAX) * self._interval_s)
 
     def _begin_floor(self, now_s: float, look: Look, recent: Observation) -> bool:
         """Tell whether demand is to be forecast anew: it is time, or more arrives than was expected."""
@@ -292,7 +272,6 @@ class Planner:
         expected = self._estimator.expect(recent, warm=counts)
         if is_floor or self._floor is None:
             # The forecast follows only once an interval has ended, and falls after one that was not seen whole.
-            self._calm_rates = expected.rates
             surges = self._estimator.surges(recent, expected)
             arrivals_per_s = recent.demand.arrivals_per_s if surges else 0.0
             self._floor = msgspec.structs.replace(

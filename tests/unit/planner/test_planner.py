@@ -4,20 +4,14 @@ import asyncio
 import contextlib
 import itertools
 
-import msgspec
 import pytest
 import structlog
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.planner.config import PlannerConfig
-from penstock.planner.damp.damping import Damped
 from penstock.planner.estimate.slo import Slo
-from penstock.planner.explain.entries import Round, Run
-from penstock.planner.explain.record import DecisionRecord
-from penstock.planner.explain.replay import Replay
-from penstock.planner.policy import Policy
-from tests.support.planner_world import SLO, World
+from tests.support.planner_world import World
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
 
@@ -250,42 +244,6 @@ async def test_workers_stay_after_an_interval_that_was_not_seen_whole():
     after = world.records[40:]
     assert {record.held for record in after} == {""}
     assert min(record.target[A] for record in after) >= world.needed(40.0)
-
-
-class Eager(Policy):
-    """Takes all workers but one away, after 20 rounds."""
-
-    rounds = 0
-
-    def damp(self, *of, **given):
-        self.rounds += 1
-        return Damped({A: 1}) if self.rounds > 20 else super().damp(*of, **given)
-
-
-@pytest.mark.virtual
-async def test_a_scale_in_is_rehearsed_and_refused_if_the_rest_would_miss_the_slo():
-    async def last_of(rehearse_s):
-        world = World({A: 6}, policy=Eager, rehearse_s=rehearse_s)
-        world.rate_per_s = 40.0
-        for _ in range(21):
-            await asyncio.sleep(5)
-            record = await world.planner.step()
-        return world, record
-
-    _, record = await last_of(None)
-    assert record.checked is None
-    assert record.target == {A: 1}
-    world, record = await last_of(60.0)
-    kept = record.target[A]
-    assert world.needed(40.0) - 1 <= kept <= 6, "what the capacity says, but for its margin"
-    assert any("in a simulation of" in why for why in record.damped)
-    assert record.checked.trials[0].workers == {A: 1}
-    assert len(record.retires) == 6 - kept
-    assert msgspec.json.decode(msgspec.json.encode(record), type=DecisionRecord) == record
-    policy = Policy(PlannerConfig(), SLO, world.capacities)
-    replay = Replay(lambda _run: policy, cool_down_s=lambda _run: 300.0)
-    (replayed,) = replay.run([Run(time_s=0.0, version=""), Round(time_s=0.0, record=record)])
-    assert replayed.target[A] >= kept
 
 
 @pytest.mark.parametrize(

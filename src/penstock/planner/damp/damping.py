@@ -15,13 +15,6 @@ class Damped:
     target: dict[Role, int]
     why: tuple[str, ...] = ()
 
-    def keeping(self, least: Mapping[Role, int], why: str) -> "Damped":
-        """Give the same with at least so many replicas of the roles that are named."""
-        if not why:
-            return self
-        target = {role: max(count, least.get(role, 0)) for role, count in self.target.items()}
-        return Damped(target, (*self.why, why))
-
 
 class Damping:
     """The dampers of a deployment's roles. One task owns it; times are seconds of one clock, given by the caller."""

@@ -5,7 +5,6 @@ import msgspec
 from penstock.core.types.instances import Role
 from penstock.core.wire import Wire
 from penstock.planner.decide.decision import Decision
-from penstock.planner.rehearse.rehearser import Checked
 
 
 class RoleSeen(Wire, frozen=True):
@@ -102,7 +101,6 @@ class DecisionRecord(Wire, frozen=True):
         held: why nothing was changed; empty if changes were free.
         is_dry: the changes were planned and not made.
         room: workers of each role that could be added; None is no known limit.
-        checked: what simulations of the next minutes made of a scale-in; None where none is asked for.
         watts: measured watts of a worker of each role, which a budget in watts takes instead of the data sheet's.
         rigid: (from, to) roles that workers failed to change between lately.
         waits: roles whose starts failed in a row, and when workers of them are started again.
@@ -128,7 +126,6 @@ class DecisionRecord(Wire, frozen=True):
     is_dry: bool = False
     room: dict[Role, int | None] = msgspec.field(default_factory=dict)
     rigid: tuple[tuple[Role, Role], ...] = ()
-    checked: Checked | None = None
     watts: dict[Role, float] = msgspec.field(default_factory=dict)
     waits: tuple[str, ...] = ()
 

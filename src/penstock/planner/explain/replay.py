@@ -112,8 +112,6 @@ def _decide(policy: Policy, entry: Round, *, is_compared: bool) -> Replayed:
             start_s=record.horizon_s,
             may_flip=lambda *roles: roles not in record.rigid,
         )
-        if record.checked is not None:  # what a simulation refused then is refused
-            damped = damped.keeping(record.checked.kept, record.checked.why)
     why = "; ".join((*damped.why, decision.explain()))
     return Replayed(entry, decision.target, damped.target, why, is_compared)
 

@@ -7,7 +7,6 @@ from penstock.core.types.instances import Role
 from penstock.planner.decide.decision import Decision
 from penstock.planner.explain.entries import Round
 from penstock.planner.explain.record import DecisionRecord, Expected, RoleSeen, Seen
-from penstock.planner.rehearse.rehearsal import Rehearsed
 
 _OUTCOMES = {
     "blind": "nothing was known",
@@ -47,8 +46,6 @@ def paragraphs(entry: Round, role: Role | None = None) -> Iterator[str]:
         yield from _labelled("held", [record.held])
     yield from _labelled("refused", list(record.refused))
     yield from _labelled("damping", list(record.damped))
-    if record.checked is not None:
-        yield from _labelled("simulated", [_rehearsed(trial) for trial in record.checked.trials])
     if record.overdue:
         yield from _labelled("overdue", record.late_starts)
     yield from _labelled("waits", list(record.waits))
@@ -102,19 +99,6 @@ def _decided(record: DecisionRecord, decision: Decision, role: Role | None) -> l
     if decision.shortfall:
         said.append(f"the SLO is out of reach: {decision.shortfall}")
     return said
-
-
-def _rehearsed(trial: Rehearsed) -> str:
-    workers = " and ".join(f"{count} {role}" for role, count in trial.workers.items())
-    asked = f"{trial.requests} requests over {trial.seconds:.0f} s on {workers}"
-    if not trial.is_whole:
-        return f"{asked}: too much to be simulated in time"
-    latencies = [
-        f"{name} {value * 1e3:.1f} ms"
-        for name, value in (("TTFT", trial.ttft_s), ("ITL", trial.itl_s))
-        if value is not None
-    ]
-    return ", ".join((f"{asked}: {trial.late} late", *latencies))
 
 
 def _asked(decision: Decision) -> str:
