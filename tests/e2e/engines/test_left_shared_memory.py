@@ -77,14 +77,13 @@ def test_segments_of_a_process_that_ignores_sigterm_go_before_the_supervisors_lo
         )
         assert process.stdout is not None
         name = (await process.stdout.readline()).decode().strip()
-        with ProcessOutput() as output:
-            child = Child(process, reader, writer, GroupGuard(), output.source("engine"))
-            child.kill()
-            assert await child.wait() == -signal.SIGKILL
+        child = Child(process, reader, writer, GroupGuard(), output.source("engine"))
+        child.kill()
+        assert await child.wait() == -signal.SIGKILL
         return Path("/dev/shm", name)
 
     ours, theirs = socket.socketpair()
-    with theirs:
+    with theirs, ProcessOutput() as output:
         assert not asyncio.run(scene()).exists()
 
 
