@@ -1,7 +1,6 @@
 """Settings of the planner: how many workers it may run, and how fast it reacts."""
 
 from collections.abc import Set as AbstractSet
-from enum import StrEnum
 from typing import Literal, Self
 
 import pydantic
@@ -53,27 +52,6 @@ class WorkerBounds(Config):
     """Most workers."""
 
 
-class Series(StrEnum):
-    """Whose metrics a Prometheus server has."""
-
-    PENSTOCK = "penstock"
-    VLLM = "vllm"
-    SGLANG = "sglang"
-
-
-class PrometheusSpec(Config):
-    """A Prometheus server as the source of demand and latencies."""
-
-    url: str = pydantic.Field(pattern=r"^https?://[^/\s]+")
-    """Its address, such as http://127.0.0.1:9090."""
-    series: Series = Series.PENSTOCK
-    """Whose metrics it has: penstock, vllm or sglang."""
-    selector: str = ""
-    """Label matchers of every query, such as `namespace="chat"`."""
-    scrape_s: float = pydantic.Field(default=15.0, ge=0.1, le=600)
-    """Its scrape interval in seconds: two and a half of them are observed at least."""
-
-
 class ActSpec(Config):
     """How the planner carries out what it has decided."""
 
@@ -110,8 +88,6 @@ class PlannerConfig(Config):
     """Workers of a role are taken away down to the most that was wanted in the last so many seconds, or in the time of a start if that is longer, and not before the planner ran so long."""
     cold_s: float = pydantic.Field(default=30.0, ge=0, le=3600)
     """Seconds after a worker became ready in which its step times do not count, and latencies are not taken for its own."""
-    prometheus: PrometheusSpec | None = None
-    """Where demand and latencies are read instead of the windows of this deployment's frontends, as `{url: http://127.0.0.1:9090}`."""
     act: ActSpec = ActSpec()
     """How what was decided is carried out."""
     address: str | None = None

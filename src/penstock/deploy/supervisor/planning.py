@@ -12,17 +12,14 @@ from penstock.core.types.instances import Role
 from penstock.deploy.messages import Planned
 from penstock.graph import Graph, RoleSpec, Slo
 from penstock.graph.capacities import is_predicted, make_capacity
-from penstock.planner.config import PrometheusSpec
 from penstock.planner.decide.capacity import Capacity
 from penstock.planner.estimate import slo as estimate
 from penstock.planner.explain.decision_log import DecisionLog
 from penstock.planner.explain.entries import Run
 from penstock.planner.explain.record import DecisionRecord
 from penstock.planner.observe.observation import Observation
-from penstock.planner.observe.prometheus import QUERIES, PrometheusSource
-from penstock.planner.observe.prometheus_observer import PrometheusObserver
 from penstock.planner.observe.stream import ObservationStream
-from penstock.planner.planner import Observe, Planner
+from penstock.planner.planner import Planner
 from penstock.seams import ScalingConnector
 
 Say = Callable[[str, str, str], None]
@@ -154,9 +151,13 @@ def make_planning(
         model_dir=str(model_dir.resolve()),
     )
     planning = Planning(log_path, run, say=say, tell=tell)
+
+    async def observe(seconds: float) -> Observation:
+        return observations.observe(seconds)
+
     planning.planner = Planner(
         connector,
-        _observer(config.prometheus, observations),
+        observe,
         config=config,
         slo=estimate.Slo(ttft_s=slo.ttft_s, itl_s=slo.itl_s, percentile=slo.percentile),
         capacities=capacities,
@@ -164,19 +165,6 @@ def make_planning(
         on_round=planning.end,
     )
     return planning
-
-
-def _observer(spec: PrometheusSpec | None, observations: ObservationStream) -> Observe:
-    """Give the source of observations: windows of the processes, or Prometheus with the workers' windows."""
-    if spec is not None:
-        source = PrometheusSource(spec.url, QUERIES[spec.series], selector=spec.selector)
-        observer = PrometheusObserver(source, scrape_s=spec.scrape_s, workers=observations.observe)
-        return observer.observe
-
-    async def observe(seconds: float) -> Observation:
-        return observations.observe(seconds)
-
-    return observe
 
 
 def capacities_of(graph: Graph, roles: dict[Role, RoleSpec], model_dir: Path) -> list[Capacity]:

@@ -1,6 +1,5 @@
 """A graph with a planner in Kubernetes: one pod that scales PenstockRoles, and the ways of all others to it."""
 
-import pytest
 import yaml
 
 from penstock.deploy.operator.desired import Desired
@@ -52,14 +51,3 @@ def test_the_operator_gives_a_graph_with_a_planner_one_pod_that_may_scale_its_ro
 
 def test_without_a_planner_there_is_nothing_of_it():
     assert not [each for each in desired().objects if "planner" in str(each["metadata"]["name"])]
-
-
-@pytest.mark.parametrize(
-    ("url", "port"), [("http://prometheus.monitoring:9090", 9090), ("https://prometheus.example", 443)]
-)
-def test_the_planners_policy_lets_it_ask_its_prometheus(url, port):
-    policies = by_name(desired(planner={"prometheus": {"url": url}}).objects, "NetworkPolicy")
-    egress = policies["chat-planner"]["spec"]["egress"]
-    assert any({"protocol": "TCP", "port": port} in rule["ports"] and "to" not in rule for rule in egress)
-    workers = [port for rule in policies["chat-workers"]["spec"]["egress"] for port in rule["ports"]]
-    assert {"protocol": "TCP", "port": 9090} not in workers

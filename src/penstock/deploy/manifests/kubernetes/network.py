@@ -146,10 +146,7 @@ def _frontend_ports(deployed: Deployed) -> set[int]:
 
 
 def _planner_ports(deployed: Deployed) -> set[int]:
-    planner = deployed.graph.planner
-    prometheus = None if planner is None else planner.prometheus
-    observed = set() if prometheus is None else {port_of(prometheus.url)}
-    return _common_ports(deployed) | {_HTTPS, _API_SERVER} | observed
+    return _common_ports(deployed) | {_HTTPS, _API_SERVER}
 
 
 def _worker_ports(deployed: Deployed) -> set[int]:
