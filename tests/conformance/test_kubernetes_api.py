@@ -11,6 +11,8 @@ import ssl
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from penstock.core.errors import Unavailable
 from penstock.runtime.kubernetes.access import KubernetesAccess
@@ -361,6 +363,43 @@ async def test_a_reflector_ends_with_what_there_is(seed):
             assert copy.lists > 1
             following.cancel()
         server.faults.drop_watch = server.faults.compact_watch = 0
+
+
+LISTED = b'{"metadata": {"resourceVersion": "1"}, "items": %s}'
+NO_LISTS = [LISTED % items for items in (b'"all"', b"[1]", b"[{}]")] + [
+    b"{}",
+    b"[]",
+    b"<html>",
+    b'{"metadata": null}',
+    b'{"meta',
+]
+NO_EVENTS = [b"[1]", b"", b"null", b'{"type": "ADDED"}'] + [
+    b'{"type": "%s", "object": %s}' % (type_, body) for type_ in (b"ADDED", b"BOOKMARK", b"ERROR") for body in (b'"x"', b"[]", b"{}")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("listed", "told"), [(each, b"") for each in NO_LISTS] + [(LISTED % b"[]", each) for each in NO_EVENTS]
+)
+async def test_an_answer_that_is_no_object_of_kubernetes_counts_as_none(listed, told):
+    """As of a proxy that answers by itself: the reflector notes it, and asks again."""
+
+    async def answer(request):
+        return web.Response(body=told + b"\n" if "watch" in request.query else listed)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with TestServer(app) as server, asyncio.TaskGroup() as group:
+        access, copy = (
+            KubernetesAccess(str(server.make_url("")).rstrip("/"), namespace="suite", token="x"),
+            Copy(),
+        )
+        async with KubernetesClient(access, timeout_s=20) as client:
+            reflector = Reflector(client, MAPS, "", copy, pace=Pace(9, 0.01, 0.01), rng=random.Random(1))
+            following = group.create_task(reflector.run())
+            while copy.losses < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            following.cancel()
 
 
 GRAPHS = Resource("suite.dev", "v1", "graphs", "Graph")

@@ -33,12 +33,15 @@ class DirectClient(KubernetesClient):
         self._writes = writes
         self.is_cut = False
         """Whether calls are not answered, as of a process that has died."""
+        self.refused: set[tuple[str, str]] = set()
+        """Verbs and names that are refused; the name of a count is empty."""
 
     async def __aenter__(self) -> Self:
         return self
 
     async def get(self, resource: Resource, name: str, subresource: str = "") -> Object:
         del subresource
+        self._check("get", name)
         try:
             return self._store.get(self._kind(resource), (self.namespace, name)).body
         except Refused as refused:
@@ -55,10 +58,12 @@ class DirectClient(KubernetesClient):
         return Listing(str(self._store.revision), found)
 
     async def count(self, resource: Resource) -> int:
+        self._check("list", "")
         return len(self._store.all(self._kind(resource)))
 
     async def create(self, resource: Resource, body: Object) -> Object:
         kind = self._kind(resource)
+        self._check("create", body["metadata"]["name"])
         self._writes["create"] += 1
         try:
             return self._store.create(kind, self.namespace, body, _MANAGER).body
@@ -67,6 +72,7 @@ class DirectClient(KubernetesClient):
 
     async def patch(self, resource: Resource, name: str, body: Object, subresource: str = "") -> Object:
         kind = self._kind(resource)
+        self._check("patch", name)
         self._writes["patch"] += 1
         try:
             changed = self._store.change(
@@ -111,6 +117,10 @@ class DirectClient(KubernetesClient):
                 if told is not None:
                     yield WatchEvent(told, event.body)
             await changed.wait()
+
+    def _check(self, verb: str, name: str) -> None:
+        if (verb, name) in self.refused:
+            raise KubernetesError(f"{verb} {name} is refused", status=403)
 
     def _kind(self, resource: Resource) -> Kind:
         if self.is_cut:

@@ -60,11 +60,18 @@ class Registrations:
             self._unsent.setdefault(worker_id, registration)
 
     def unsent(self) -> "Iterator[tuple[StoredRegistration, Instance | None]]":
-        """Yield what is to be stored, with None for what is to be deleted; the caller calls `sent` for each."""
-        while self._unsent:
-            worker_id, registration = next(iter(self._unsent.items()))
-            is_current = self.current.get(worker_id) is registration
-            yield registration, registration.instance if is_current else None
+        """Yield what is to be stored, with None for what is to be deleted, each once; the caller calls `sent` for what it stored."""
+        tried: dict[WorkerId, tuple[StoredRegistration, Instance | None]] = {}
+        while True:
+            for worker_id, registration in self._unsent.items():
+                is_current = self.current.get(worker_id) is registration
+                instance = registration.instance if is_current else None
+                if tried.get(worker_id) != (registration, instance):
+                    break
+            else:
+                return
+            tried[worker_id] = (registration, instance)
+            yield registration, instance
 
     def sent(self, registration: "StoredRegistration", instance: Instance | None) -> None:
         """Note that the registry has what `unsent` yielded, unless that has changed meanwhile."""

@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import aiohttp
 
@@ -228,10 +228,7 @@ class KubernetesClient:
                         return
                     if line is None:
                         return
-                    event = json.loads(line)
-                    if event["type"] == "ERROR":
-                        raise _error_of(self.access.server, event["object"])
-                    yield WatchEvent(event["type"], event["object"])
+                    yield _event_of(self.access.server, line)
             except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
                 raise self._failed(error) from error
 
@@ -257,9 +254,9 @@ class KubernetesClient:
             answer = json.loads(text)
         except ValueError as error:
             raise self._failed(error) from error
-        if not isinstance(answer, dict):
-            raise self._failed(ValueError("its answer is no object"))
-        return answer
+        if method != "DELETE" and not _is_versioned(answer):
+            raise self._failed(ValueError("its answer is no object of Kubernetes: does a proxy answer?"))
+        return cast("Object", answer)
 
     async def _request(
         self,
@@ -307,6 +304,17 @@ class KubernetesClient:
         )
 
 
+def _event_of(server: str, line: bytes) -> WatchEvent:
+    """Read a line of a watch; raises KubernetesError for the server's own, and ValueError, KeyError or TypeError for what is no event."""
+    event = json.loads(line)
+    type_, body = event["type"], event["object"]
+    if type_ == "ERROR" and isinstance(body, dict):
+        raise _error_of(server, body)
+    if not (_is_versioned(body) if type_ == "BOOKMARK" else _is_named(body)):
+        raise ValueError("its watch tells of what is no object")
+    return WatchEvent(type_, body)
+
+
 def _error_of(server: str, status: Object, *, retry_after_s: float | None = None) -> KubernetesError:
     code = int(status.get("code") or 500)
     return KubernetesError(
@@ -315,6 +323,22 @@ def _error_of(server: str, status: Object, *, retry_after_s: float | None = None
         reason=str(status.get("reason") or ""),
         retry_after_s=retry_after_s,
     )
+
+
+def _is_versioned(body: object) -> bool:
+    """Whether an answer has what every object and list has: a proxy that answers by itself gives anything."""
+    if not isinstance(body, dict) or not isinstance(metadata := body.get("metadata"), dict):
+        return False
+    items = body.get("items") or []
+    return (
+        isinstance(metadata.get("resourceVersion"), str)
+        and isinstance(items, list)
+        and all(map(_is_named, items))
+    )
+
+
+def _is_named(body: object) -> bool:
+    return _is_versioned(body) and isinstance(cast("Object", body)["metadata"].get("name"), str)
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:

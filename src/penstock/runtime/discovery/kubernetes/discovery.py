@@ -7,8 +7,8 @@ import asyncio
 import os
 import random
 import re
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,6 +47,15 @@ _LEASES_PER_WORKER = 2
 _RENEWALS = 2
 """How often a Lease is renewed while it is valid, at the least; a renewal that fails is tried again at once."""
 _log = get_logger()
+
+
+@contextmanager
+def _kept(refused: list[KubernetesError]) -> Iterator[None]:
+    """Keep what the server refuses of one Lease, and go on with the next one."""
+    try:
+        yield
+    except KubernetesError as error:
+        refused.append(error)
 
 
 class KubernetesDiscovery:
@@ -196,25 +205,32 @@ class KubernetesDiscovery:
             group.create_task(self._leases.check_leases())
 
     async def _keep_registered(self) -> None:
-        """Renew the Leases, and store what changes; after an error, go on with what is left."""
+        """Renew the Leases, and store what changes; a refused one stops no other, and what is left is tried again."""
         registrations, loop = self._registrations, asyncio.get_running_loop()
         renew_at_s = loop.time()
         due: list[StoredRegistration] = []
         tries = 0
         while True:
+            refused: list[KubernetesError] = []
             try:
-                if loop.time() >= renew_at_s:
+                is_due = loop.time() >= renew_at_s
+                if is_due:
                     due = list(registrations.current.values())
-                    if due:
+                    renew_at_s = loop.time() + self._renewal_s * self._rng.uniform(0.8, 1.0)
+                for registration in tuple(due):
+                    with _kept(refused):
+                        await self._renew(registration)
+                        due.remove(registration)
+                for registration, instance in registrations.unsent():
+                    with _kept(refused):
+                        await self._store(registration.instance.worker_id, instance)
+                        registrations.sent(registration, instance)
+                if is_due and registrations.current:
+                    with _kept(refused):
                         num_workers = await self._client.count(LEASES) // _LEASES_PER_WORKER
                         self._renewal_s = renewal_s(num_workers, self._config.lease_ttl_s)
-                    renew_at_s = loop.time() + self._renewal_s * self._rng.uniform(0.8, 1.0)
-                while due:
-                    await self._renew(due[-1])
-                    due.pop()
-                for registration, instance in registrations.unsent():
-                    await self._store(registration.instance.worker_id, instance)
-                    registrations.sent(registration, instance)
+                if refused:
+                    raise refused[0]
                 if tries:
                     _log.info("registry_reached", registry=self._client.access.server)
                 tries = 0

@@ -6,9 +6,9 @@ A withdrawn Lease has no holder, as one that a leader releases.
 """
 
 import base64
-import binascii
 import datetime as dt
 import math
+import re
 from dataclasses import dataclass
 from typing import Self
 
@@ -23,6 +23,8 @@ REFUSED_START = "penstock.dev/refused-start"
 _NAME, _RECORD_NAME = "penstock-worker-", "penstock-record-"
 _RENEWALS_PER_S, _WORKERS_FOR_ONE_MORE = 0.7, 300
 """All workers of a namespace together renew about 0.7 times a second, and once more for every 300 of them."""
+_INT32_MAX = 2**31 - 1
+_NUMBER = re.compile("[0-9a-f]{16}")
 _START = "penstock-start-"
 
 
@@ -53,24 +55,25 @@ class Seen:
 
     @classmethod
     def of(cls, body: Object) -> Self | None:
-        """Read a Lease; None for one of others."""
-        metadata, spec = body["metadata"], body.get("spec") or {}
+        """Read a Lease; None for one of others. What is not as a worker writes it counts as not said."""
+        metadata, spec = body["metadata"], _mapping(body.get("spec"))
         worker_id = _worker_of(metadata["name"], _NAME)
         if worker_id is None:
             return None
-        renewed = spec.get("renewTime") or ""
+        renewed, valid_s = spec.get("renewTime"), spec.get("leaseDurationSeconds")
         try:
-            age_s = wall_time_s() - dt.datetime.fromisoformat(renewed).timestamp()
-        except ValueError:
+            age_s = wall_time_s() - dt.datetime.fromisoformat(renewed or "").timestamp()
+        except (TypeError, ValueError, OverflowError):
             age_s = math.inf
+        uid = str(metadata.get("uid"))
         return cls(
             worker_id,
             bool(spec.get("holderIdentity")),
-            f"{metadata['uid']} {renewed}",
-            metadata["uid"],
+            f"{uid} {renewed}",
+            uid,
             metadata["resourceVersion"],
             age_s,
-            float(spec.get("leaseDurationSeconds") or 0),
+            float(min(max(0, valid_s), _INT32_MAX)) if isinstance(valid_s, int) else 0.0,
         )
 
 
@@ -79,13 +82,10 @@ def record_in(body: Object) -> tuple[WorkerId, bytes] | None:
     metadata = body["metadata"]
     name = metadata["name"]  # a release before keeps the record in the Lease that it renews
     worker_id = _worker_of(name, _RECORD_NAME if name.startswith(_RECORD_NAME) else _NAME)
-    text = (metadata.get("annotations") or {}).get(RECORD)
+    text = _mapping(metadata.get("annotations")).get(RECORD)
     if worker_id is None or text is None:
         return None
-    try:
-        return worker_id, base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        return worker_id, b""  # refused as damaged
+    return worker_id, _decoded(text)  # one that is empty is refused as damaged
 
 
 def lease_name(worker_id: WorkerId) -> str:
@@ -97,11 +97,10 @@ def record_name(worker_id: WorkerId) -> str:
 
 
 def _worker_of(name: str, prefix: str) -> WorkerId | None:
-    """Give the worker of a Lease's name; None for Leases of others."""
-    try:
-        return WorkerId(int(name.removeprefix(prefix), 16)) if name.startswith(prefix) else None
-    except ValueError:
-        return None
+    """Give the worker of a Lease's name; None for Leases of others, whose numbers are not written as workers write them."""
+    number = name.removeprefix(prefix)
+    is_worker = name.startswith(prefix) and _NUMBER.fullmatch(number) is not None
+    return WorkerId(int(number, 16)) if is_worker else None
 
 
 def lease_of(worker_id: WorkerId, name: str, *, deployment: str, pod: Pod | None, valid_s: float) -> Object:
@@ -135,13 +134,21 @@ def start_lease(key: str, data: bytes, *, deployment: str, pod: Pod | None) -> O
 
 def start_of(body: Object) -> bytes | None:
     """Give the note in a Lease of `start_lease`; None for other Leases."""
-    text = (body["metadata"].get("annotations") or {}).get(REFUSED_START, "")
     if not body["metadata"]["name"].startswith(_START):
         return None
+    return _decoded(_mapping(body["metadata"].get("annotations")).get(REFUSED_START, ""))
+
+
+def _decoded(text: object) -> bytes:
+    """Decode an annotation; empty for what is not base64."""
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
+        return base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except ValueError:
         return b""
+
+
+def _mapping(found: object) -> Object:
+    return found if isinstance(found, dict) else {}
 
 
 def _lease(name: str, deployment: str, pod: Pod | None, **annotations: str) -> Object:
