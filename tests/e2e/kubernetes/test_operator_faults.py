@@ -91,18 +91,21 @@ async def test_every_write_of_a_number_meets_another_one(here):
         disturbing.cancel()
 
 
+@pytest.mark.parametrize("refusal", [(403, "Forbidden"), (503, "ServiceUnavailable")])
 @given_by("site")
-async def test_writes_that_are_refused_for_long_are_said_and_end(here):
+async def test_writes_that_are_refused_for_long_are_said_and_stop_no_other(here, refusal):
+    """Each refusal has other words, as those of a webhook that numbers its requests: no loop of status and news of it."""
     await here.up()
-    here.server.forbidden.add(("patch", "services"))
+    here.server.refusal = refusal
+    here.server.forbidden.add(("patch", "serviceaccounts"))
     await here.apply(options={"image": NEW})
     await here.says("Degraded", "ApplyFailed")
+    await here.until(lambda: here.images() == {NEW})
     asked = len(here.server.requests)
     await asyncio.sleep(1)
     assert len(here.server.requests) - asked < 60, "it waits longer each time"
     here.server.forbidden.clear()
     await here.serves()
-    assert here.images() == {NEW}
 
 
 @given_by("site", lease_s=0.6)

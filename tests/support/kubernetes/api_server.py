@@ -48,7 +48,8 @@ class ApiServer:
         self.tokens = set(tokens)
         self.faults = faults or Faults()
         self.forbidden: set[tuple[str, str]] = set()
-        """Verbs and plurals that are answered 403, such as `("list", "leases")`."""
+        """Verbs and plurals that are refused, such as `("list", "leases")`, each time in other words."""
+        self.refusal = (403, "Forbidden")
         self.access = Access(self.store)
         """Of whom a token is; one of nobody may do everything."""
         self.bookmark_s = 60.0
@@ -212,9 +213,8 @@ class ApiServer:
     def _authorize(self, request: web.Request, verb: str, kind: Kind, subresource: str, name: Name) -> None:
         self.access.check(token_in(request), verb, kind, subresource, name)
         if (verb, kind.plural) in self.forbidden:
-            raise Refused(
-                403, "Forbidden", f'{kind.plural} is forbidden: the test forbids to {verb} "{name[1]}"'
-            )
+            text = f'{kind.plural} is forbidden: the test forbids to {verb} "{name[1]}" (request {len(self.requests)})'
+            raise Refused(*self.refusal, text)
 
     async def _one(  # noqa: PLR0911 - one for each verb
         self, request: web.Request, verb: str, kind: Kind, name: Name, subresource: str

@@ -99,8 +99,8 @@ class ClusterCache:
         return {
             role: body
             for body in self.roles.objects.values()
-            if body["spec"].get("graph") == graph
-            and body["metadata"]["name"] == f"{graph}-{(role := str(body['spec'].get('role')))}"
+            if (spec := body.get("spec") or {}).get("graph") == graph
+            and body["metadata"]["name"] == f"{graph}-{(role := str(spec.get('role')))}"
         }
 
     def autoscaler_of(self, kind: str, name: str) -> str:
@@ -152,8 +152,14 @@ class Copy:
             self._changed(body)
 
     def put(self, body: Object) -> None:
+        known = self.objects.get(body["metadata"]["name"])
         self.objects[body["metadata"]["name"]] = body
-        self._changed(body)
+        if known is None or known["metadata"]["resourceVersion"] != body["metadata"]["resourceVersion"]:
+            self._changed(body)
+
+    def wrote(self, body: Object) -> None:
+        """Take what the operator itself wrote: the watch is behind, and its news of that wake no graph."""
+        self.objects[body["metadata"]["name"]] = body
 
     def deleted(self, body: Object) -> None:
         self.objects.pop(body["metadata"]["name"], None)

@@ -133,7 +133,7 @@ class Operator:
                             await reconciler.reconcile(name, is_full=is_full)
                     except Unavailable as error:
                         metrics.reconciles.labels("failed").inc()
-                        pause_s = queue.failed(name)
+                        pause_s = queue.failed(name, least_s=error.retry_after_s or 0.0)
                         _log.warning(
                             "graph_not_reconciled", graph=name, error=error.message, retry_s=round(pause_s, 1)
                         )

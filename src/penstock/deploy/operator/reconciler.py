@@ -51,8 +51,8 @@ _KINDS = {
 }
 _PASSING = {409, 429}
 """Refusals that a later try cures, like those of 500 and above."""
-_OF_ALL = {401, 429, 503}
-"""Answers that say something of the server or the operator, and nothing of the object: the others are not tried."""
+_OF_ALL = {429, 503}
+"""Answers that say something of the server where a second object has one too: the others are not tried then."""
 _AT_ONCE = {"Service", "ServiceMonitor", "InferencePool", "HTTPRoute"}
 """Kinds by which others reach pods: an object that the graph lost ends at once, and one that pods need once no pod has it."""
 _NEEDED = {"ServiceAccount", "Role", "RoleBinding", "ConfigMap", "PersistentVolumeClaim"}
@@ -91,16 +91,24 @@ class _Refusals:
         try:
             yield
         except KubernetesError as error:
-            if error.status in _OF_ALL:
+            is_second = error.status in _OF_ALL and any(each.status in _OF_ALL for each in self.errors)
+            if error.status == 401 or is_second:  # the operator is not known, or the server is overloaded
                 raise
             text = f"{what}: {error.message}"
-            self.errors.append(KubernetesError(text, status=error.status, reason=error.reason))
+            self.errors.append(
+                KubernetesError(
+                    text, status=error.status, reason=error.reason, retry_after_s=error.retry_after_s
+                )
+            )
 
     def error(self) -> KubernetesError:
         """Give the refusals that no later try cures as one error, or all where each passes."""
         told = [each for each in self.errors if not _is_passing(each)] or self.errors
         text = "; ".join(each.message for each in told)
-        return KubernetesError(text, status=told[0].status, reason=told[0].reason)
+        retry_after_s = max((each.retry_after_s or 0.0 for each in self.errors), default=0.0)
+        return KubernetesError(
+            text, status=told[0].status, reason=told[0].reason, retry_after_s=retry_after_s
+        )
 
 
 def _is_passing(error: KubernetesError) -> bool:
@@ -152,14 +160,16 @@ class Reconciler:
                 if spec.nodes > 1:
                     selector += f",{INDEX_LABEL}=0"  # a worker is counted by its leader
                 with refusals.of(f"status of PenstockRole {name}-{part.name}"):
-                    await write_role_status(self._client, role, part, selector)
+                    await write_role_status(self._client, self._cache.roles, role, part, selector)
         if not refusals.errors:
-            await write_graph_status(self._client, body, graph_status(body, parts))
+            await write_graph_status(self._client, self._cache.graphs, body, graph_status(body, parts))
             return
         refused = refusals.error()
         if not _is_passing(refused):
             failed = {"Degraded": (True, "ApplyFailed", refused.message)}
-            await write_graph_status(self._client, body, graph_status(body, parts, failed))
+            await write_graph_status(
+                self._client, self._cache.graphs, body, graph_status(body, parts, failed)
+            )
         raise refused
 
     async def say_failed(self, name: str, error: Unavailable) -> None:
@@ -192,7 +202,7 @@ class Reconciler:
 
     async def _write_failed(self, body: Object, failed: Conditions) -> None:
         parts = self._parts(body["metadata"]["name"], {}, None)
-        await write_graph_status(self._client, body, graph_status(body, parts, failed))
+        await write_graph_status(self._client, self._cache.graphs, body, graph_status(body, parts, failed))
 
     async def _count_pods(
         self, desired: Desired, scaled_by: Mapping[str, str], refusals: _Refusals

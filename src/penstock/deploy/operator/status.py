@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from penstock.core.clock import wall_time_s
 from penstock.deploy.hosts.roles import ROLES
+from penstock.deploy.operator.cache import Copy
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.deploy.operator.health import Part, conditions_of
 from penstock.runtime.kubernetes.client import KubernetesClient, Object
@@ -48,12 +49,16 @@ def graph_status(body: Object, parts: Sequence[Part], failed: Conditions | None 
     }
 
 
-async def write_graph_status(client: KubernetesClient, body: Object, status: Object) -> None:
+async def write_graph_status(client: KubernetesClient, graphs: Copy, body: Object, status: Object) -> None:
+    """Write a PenstockGraph's status where it has changed, also into the copy."""
     if body.get("status") != status:
-        await client.patch(GRAPHS, body["metadata"]["name"], {"status": status}, "status")
+        graphs.wrote(await client.patch(GRAPHS, body["metadata"]["name"], {"status": status}, "status"))
 
 
-async def write_role_status(client: KubernetesClient, body: Object, part: Part, selector: str) -> None:
+async def write_role_status(
+    client: KubernetesClient, roles: Copy, body: Object, part: Part, selector: str
+) -> None:
+    """Write a PenstockRole's status where it has changed, also into the copy."""
     status = {
         "replicas": part.total,
         "readyReplicas": part.ready,
@@ -61,7 +66,7 @@ async def write_role_status(client: KubernetesClient, body: Object, part: Part, 
         "scaledBy": part.scaled_by,
     }
     if body.get("status") != status:
-        await client.patch(ROLES, body["metadata"]["name"], {"status": status}, "status")
+        roles.wrote(await client.patch(ROLES, body["metadata"]["name"], {"status": status}, "status"))
 
 
 def _summary(conditions: Conditions) -> str:

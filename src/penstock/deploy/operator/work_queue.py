@@ -51,11 +51,11 @@ class WorkQueue:
         """Count how often in a row work on a name has failed."""
         return self._failures.get(name, 0)
 
-    def failed(self, name: str) -> float:
-        """Have a name worked on again after a pause, in which `add` may come first; returns the pause in seconds."""
+    def failed(self, name: str, *, least_s: float = 0.0) -> float:
+        """Have a name worked on again after a pause of `least_s` or more, in which `add` may come first; returns the pause in seconds."""
         count = self._failures[name] = self._failures.get(name, 0) + 1
         longest_s: float = min(self._pause_s * 2 ** min(count - 1, 16), self._pause_s_max)
-        pause_s = longest_s * self._rng.uniform(0.5, 1.0)
+        pause_s = max(longest_s * self._rng.uniform(0.5, 1.0), least_s)
         self._later(name, pause_s)
         return pause_s
 
