@@ -34,7 +34,7 @@ def _call(source: Source, out: Output) -> Steps:
         line: list[str] = []
         found = yield from source.until(("\n",), line.append)
         name = "".join(line).strip()
-    if source.is_cut and not found:
+    if not name or (source.is_cut and not found):
         return
     out.begin_call(name)
     yield from source.skip_space()

@@ -48,8 +48,13 @@ def _read(source: Source, out: Output, schemas: Mapping[str, Any], begins: tuple
 
 def _tagged(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
     """Read `NAME>`, then `<parameter=KEY>VALUE</parameter>` as often as it comes, then `</function>`; any of the ends may lack."""
-    name = (yield from _text(source, _AFTER_NAME))[0].strip()
+    space = yield from source.skip_space()
+    name, found = yield from _text(source, _AFTER_NAME)
+    name = name.strip()
     if source.breaks_off():
+        return
+    if not name:
+        out.text(f"{FUNCTION}{space}{found}" if found else "")
         return
     out.begin_call(name)
     yield from source.skip_space()

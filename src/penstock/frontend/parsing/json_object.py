@@ -8,6 +8,7 @@ from penstock.frontend.parsing.source import Source
 
 _CLOSES = {"{": "}", "[": "]"}
 _AFTER_KEY, _AFTER_SCALAR = re.compile(r"[:,}\]<\s]"), re.compile(r'[,}\]<"\r\n]')
+_OTHER_SPACE = re.compile(r"[^ \t\r\n]")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _BODY = {quote: re.compile(rf"(?:[^{quote}\\]|\\.)*", re.DOTALL) for quote in "\"'"}
@@ -19,8 +20,8 @@ _ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|[\"\\/bfnrt])")
 class JsonObject:
     """Reads one object. Valid JSON is given out as it comes, and as it is.
 
-    Single quotes, bare keys and values, Python's names, commas too many or too few, raw control characters and escapes that JSON
-    has not become what they stand for.
+    Single quotes, bare keys and values, Python's names, commas too many or too few, raw control characters, white space and
+    escapes that JSON has not become what they stand for.
     """
 
     def __init__(self, source: Source, emit: Callable[[str], None]) -> None:
@@ -40,6 +41,9 @@ class JsonObject:
         while True:
             space = yield from self._source.skip_space()
             following = yield from self._source.peek(1)
+            while following.isspace():  # of a kind that JSON does not have
+                space += self._spaces(self._source.take(1)) + (yield from self._source.skip_space())
+                following = yield from self._source.peek(1)
             if following in {"", "<"}:
                 return self._finish(is_marked=following == "<")
             if following in {"}", "]"}:
@@ -107,8 +111,14 @@ class JsonObject:
         if source.breaks_off():
             return False
         word = text.rstrip()
-        self._emit(self._word(word, is_key=is_key) + text[len(word) :])
+        self._emit(self._word(word, is_key=is_key) + self._spaces(text[len(word) :]))
         return True
+
+    def _spaces(self, space: str) -> str:
+        """Give white space as JSON has it."""
+        written = _OTHER_SPACE.sub(" ", space)
+        self.is_mended = self.is_mended or written != space
+        return written
 
     def _word(self, word: str, *, is_key: bool) -> str:
         if not is_key and _SCALAR.fullmatch(word):

@@ -115,7 +115,11 @@ CASES: list[tuple[str, str, str, str, Calls]] = [
     # Qwen3-Coder without some of its tags
     ("qwen3-coder", "<function=weather><parameter=city>Paris<parameter=days>3</tool_call>Well", "", "Well", [("weather", PARIS)]),
     ("qwen3-coder", "<tool_call><function=weather>\n<parameter=city\nParis\n</parameter>\n<parameter=days>3</function><tool_call><function=now></function>", "", "", [("weather", PARIS), ("now", "{}")]),
-    ("qwen3-coder", f"<function=weather>{PARIS}</function>", "", "", [("weather", PARIS)]),
+    ("qwen3-coder", f"<function=\nweather>{PARIS}</function>", "", "", [("weather", PARIS)]),
+    # without a name nothing is called
+    ("qwen3-coder", "<function=></function>", "", "<function=></function>", []),
+    ("hermes", "<tool_call><function=", "", "", []),
+    ("deepseek", "<｜tool▁call▁begin｜><｜tool▁sep｜>{}<｜tool▁call▁end｜>", "", "{}", []),
     # recipients that are no functions
     ("harmony", "<|start|>functions.now to=assistant<|channel|>commentary<|message|>noon<|end|><|start|>assistant<|channel|>final<|message|>It is noon.", "noon", "It is noon.", []),
     ("harmony", " to=assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=now<|channel|>commentary<|message|>{}<|call|>", "", "I look.", [("now", "{}")]),
@@ -326,6 +330,7 @@ def test_plans_and_texts_that_are_cut(
         ('{"a" 1, "b":, "c"}', {"a": 1, "b": None, "c": None}),
         ('{"a": [1}, "b": {"c": 2]}', {"a": [1], "b": {"c": 2}}),
         ('{"a": {"b": [1, </tool_call>', {"a": {"b": [1]}}),
+        ('{"a":\u00a01\u00a0,\u2028"b"\u3000: "\u2028"\x0b"c": x\u2028}', {"a": 1, "b": "\u2028", "c": "x"}),
         ('{"a": 01, "b": .5, "c": NaN, "d": -1.5e3}', {"a": "01", "b": ".5", "c": "NaN", "d": -1500.0}),
     ],
 )
