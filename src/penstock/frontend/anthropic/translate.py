@@ -158,6 +158,10 @@ def _format(form: OutputFormat, where: str) -> dict[str, Any]:
 def _system(system: str | list[ContentBlock] | None) -> str:
     if system is None or isinstance(system, str):
         return system or ""
+    for index, block in enumerate(system):
+        if block.type != "text":
+            where = f"system[{index}].type"
+            raise RequestError(f"{where}: must be 'text', got {block.type[:40]!r}", param=where)
     return "\n".join(block.text for block in system)
 
 

@@ -287,6 +287,11 @@ def _check_message(message: Message, path: str) -> None:
         )
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{path}.content: required, but missing", param=f"{path}.content")
+    if message.tool_calls and message.role != "assistant":
+        raise RequestError(
+            f"{path}.tool_calls: only messages of role 'assistant' have calls, this one is of {message.role!r}; leave them out",
+            param=f"{path}.tool_calls",
+        )
     for index, call in enumerate(message.tool_calls or ()):
         function = call.get("function")
         name = function.get("name") if isinstance(function, dict) else None

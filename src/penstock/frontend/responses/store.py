@@ -16,7 +16,9 @@ from penstock.core.log import get_logger
 from penstock.core.wire import Wire, encode
 from penstock.frontend.client_fields import ClientFields
 from penstock.frontend.openai.bodies import ChatRequest, Message
+from penstock.frontend.openai.body_error import without_half_pairs
 from penstock.frontend.openai.dialect import ParsedBody
+from penstock.frontend.openai.tools import wrong
 
 ENTRY_BYTES = 400
 """Memory that a conversation takes beside its messages (CPython 3.11)."""
@@ -248,18 +250,26 @@ def with_items(body: bytes, response: Callable[[str], bytes]) -> bytes:
         response: gives what is kept of an answer by its id; raises RequestError.
 
     Raises:
-        RequestError: no kept answer has an item that is referred to (404).
+        RequestError: no kept answer has an item that is referred to (404), or a reference has no id (400).
     """
+    if _REFERENCE not in body:
+        return body
+    whole = without_half_pairs(body)
     try:
-        fields = msgspec.json.decode(body) if _REFERENCE in body else None
+        fields = msgspec.json.decode(whole)
     except (ValueError, RecursionError):  # told by whoever decodes it
+        return body
+    if whole != body and isinstance(fields, dict) and fields.get("strict") is True:
         return body
     given = fields.get("input") if isinstance(fields, dict) else None
     if not isinstance(given, list):
         return body
     for index, item in enumerate(given):
         if isinstance(item, dict) and item.get("type") == _REFERENCE.decode():
-            given[index] = _item(str(item.get("id")), f"input[{index}].id", response)
+            param = f"input[{index}].id"
+            if not isinstance(item_id := item.get("id"), str):
+                raise wrong(param, item_id, "an item's id")
+            given[index] = _item(item_id, param, response)
     return msgspec.json.encode(fields)
 
 

@@ -36,6 +36,7 @@ class TemplateRules:
         developer: the role `developer`; otherwise such messages are of `system`.
         system: a system message at the start; otherwise it is the user's.
         several_systems: more than one at the start; otherwise they are joined.
+        several_parts: all texts of a content with several parts; otherwise those beside each other are joined.
         late_systems: system messages after the start; otherwise they are the user's.
         users: two messages of the user in a row; otherwise they are joined.
         assistants: two of the assistant in a row; otherwise they are joined, or a blank one of the user goes between text and calls.
@@ -53,6 +54,7 @@ class TemplateRules:
     developer: bool = True
     system: bool = True
     several_systems: bool = True
+    several_parts: bool = True
     late_systems: bool = True
     users: bool = True
     assistants: bool = True
@@ -169,14 +171,17 @@ def adapted(messages: Conversation, rules: TemplateRules) -> Conversation:
     """Bring a conversation into a form that a template with these rules takes; the messages given stay as they are."""
     made: list[Message] = []
     at_start = True
-    for message in messages if rules.parallel_calls else _one_call_each(messages):
-        role = message["role"]
+    for given in messages if rules.parallel_calls else _one_call_each(messages):
+        role = given["role"]
         at_start = at_start and role in _SYSTEM
         if role in _SYSTEM and not (rules.system if at_start else rules.late_systems):
             role = "user"
         elif role == "developer" and not rules.developer:
             role = "system"
-        for part in _parts(message if role == message["role"] else {**message, "role": role}, rules):
+        message = given if role == given["role"] else {**given, "role": role}
+        if not rules.several_parts and not isinstance(given["content"], str):
+            message = {**message, "content": _joined_parts(given["content"])}
+        for part in _parts(message, rules):
             _add(part, made, rules)
     return made
 
@@ -276,6 +281,17 @@ def _joined_content(first: Content, second: Content) -> Content:
         return _JOINT.join(filter(None, (first, second)))
     parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
     return [*parts[0], {"type": "text", "text": _JOINT}, *parts[1]]
+
+
+def _joined_parts(parts: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Join texts that stand beside each other."""
+    joined: list[dict[str, str]] = []
+    for part in parts:
+        if "text" in part and joined and "text" in joined[-1]:
+            joined[-1] = {**joined[-1], "text": f"{joined[-1]['text']}\n{part['text']}"}
+        else:
+            joined.append(part)
+    return joined
 
 
 def unseen(messages: Conversation, text: str, *, in_order: bool = True) -> int | None:

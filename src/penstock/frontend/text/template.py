@@ -3,7 +3,7 @@
 import datetime as dt
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self, TypeVar
 
 import jinja2
@@ -26,6 +26,7 @@ from penstock.frontend.text.conversation import (
     probed,
     unseen,
 )
+from penstock.frontend.text.tools import spelled_out
 
 _Kind = TypeVar("_Kind")
 _TOKENIZER_CONFIG, _JINJA, _PROCESSOR = TEXT_FILES[1:]
@@ -111,15 +112,31 @@ class ChatTemplate:
         """Those of `THINKING_SWITCHES` that change a prompt."""
         self.rules = probed(self._probed)
         """What it takes of the messages that the API allows."""
+        if self.takes_parts and not all(map(self._shows_parts, ("system", "user", "assistant"))):
+            self.rules = replace(self.rules, several_parts=False)
+        if not self._shows_first_call():
+            self.rules = replace(self.rules, assistant_first=False)
 
     def prompt(
         self, messages: Conversation, arguments: dict[str, Any] | None = None, *, continues: bool = False
     ) -> str:
         """Render messages, in a form that the template takes, as `render` or, with `continues`, as `render_open`.
 
+        Tools that the template refuses are spelled out for it (`spelled_out`).
+
         Raises:
-            RequestError: the template refuses these messages, or leaves one out.
+            RequestError: the template refuses these messages or tools, or leaves one out.
         """
+        tools = (arguments or {}).get("tools")
+        try:
+            return self._prompt(messages, arguments, continues=continues)
+        except RequestError:
+            if not tools or self._probed([{"role": "user", "content": _PROBE}], tools=tools):
+                raise
+        whole = [spelled_out(tool) for tool in tools]
+        return self._prompt(messages, {**(arguments or {}), "tools": whole}, continues=continues)
+
+    def _prompt(self, messages: Conversation, arguments: dict[str, Any] | None, *, continues: bool) -> str:
         problem: RequestError | None = None
         for rules in dict.fromkeys((self.rules, self.rules.strictest())):
             try:
@@ -222,6 +239,25 @@ class ChatTemplate:
         except RequestError:
             return False
         return _PROBE in text and f"'{_PROBE}'" not in text
+
+    def _shows_first_call(self) -> bool:
+        """Say whether the template shows a call at the start beside tools, or takes none there."""
+        called = {"id": "probe0123", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [called]}
+        text = self._probed(adapted([said], self.rules), tools=[_PROBE_TOOL]) if self.rules.calls else ""
+        return not text or _PROBE in text
+
+    def _shows_parts(self, role: str) -> bool:
+        """Say whether the template shows all texts of a message of a role, or none."""
+        texts = ["first of two", "second of two"]
+        said = {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+        user = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
+        asked = {"system": [said, user], "user": [said], "assistant": [user, said]}[role]
+        try:
+            text = self.render(asked, self._probe_arguments)
+        except RequestError:
+            return True
+        return len({each in text for each in texts}) == 1
 
     def _probed(self, messages: Conversation, **arguments: Any) -> str:
         """Render a conversation of texts; "" where the template refuses it."""

@@ -105,6 +105,7 @@ def test_thinking_turns_reasoning_on_and_off() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"system": [{"type": "text", "text": "a"}, {"type": "image"}]}, "system[1].type"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),

@@ -149,6 +149,7 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
         ({"messages": [*HI, ASSISTANT | {"tool_calls": [call]}]}, "messages[1].tool_calls[0].function.name", "name of the function that was called")
         for call in ({}, {"function": {}}, {"id": "a", "type": "function", "function": {"name": None}})
     ),
+    ({"messages": [HI[0] | {"tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls", "of role 'assistant'"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url", "required, but missing"),
     ({"messages": [{"role": "user", "content": [{"type": "drawing"}]}]}, "messages[0].content[0].type", "'drawing' is not supported"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "required, but missing"),

@@ -23,6 +23,7 @@ from penstock.frontend.responses.store import (
     kept_bytes,
     kept_response,
     stored_messages,
+    with_items,
 )
 from penstock.frontend.responses.translate import check_responses, parse_responses
 from penstock.frontend.responses.truncation import RENDERS_MAX, answer_room, fitting_messages
@@ -213,6 +214,19 @@ USER = {"role": "user", "content": "hi"}
 
 def thought(text: str) -> dict[str, Any]:
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def test_references_to_items_are_resolved_beside_halves_of_characters_and_have_an_id() -> None:
+    item_id = f"msg_{'0' * 24}0"
+    kept = kept_bytes(
+        b"\x90", Message(role="assistant", content="A"), json.dumps({"output": [{"id": item_id}]}).encode()
+    )
+    body = rb'{"input": [{"type": "item_reference", "id": %b}, {"content": "\ud83d"}]}'
+    sent = json.loads(with_items(body % f'"{item_id}"'.encode(), lambda _: kept))["input"]
+    assert sent == [{"id": item_id}, {"content": "\ufffd"}]
+    for wrong_id in (b"null", b"5", b"[]"):
+        with pytest.raises(RequestError, match=r"input\[0\]\.id: .* an item's id"):
+            with_items(body % wrong_id, lambda _: kept)
 
 
 def test_reasoning_goes_with_what_it_precedes() -> None:

@@ -28,9 +28,22 @@ TURNS = (  # user and assistant in turn, no system message; short ids of calls, 
     "{% for c in m.tool_calls or [] %}{% if c.id | length != 9 or loop.length > 1 %}{{ raise_exception('call') }}{% endif %}"
     "({{ c.id + ' ' + c.function.arguments }}){% else %}[{{ m.role[0] }}|{{ m.content }}]{% endfor %}{% endfor %}"
 )
+FIRST_WITH_TOOLS = (  # with tools the first message is a text, as Llama's
+    "{% for m in messages %}{% for c in m.tool_calls if not (tools and loop.first) %}({{ c.function.name }}){% else %}"
+    "[{{ m.role[0] }}|{{ m.content }}]{% endfor %}{% endfor %}"
+)
+FIRST_PART = (  # shows the first part alone
+    "{% for m in messages %}[{{ m.role[0] }}|{{ m.content if m.content is string else m.content[0].text }}]{% endfor %}"
+)
+READS_TOOLS = (  # reads all fields of a tool, and of each of its parameters
+    "{% for t in tools %}{{ t.function.name + '|' + t.function.description }}"
+    "{% for name, p in t.function.parameters.properties | items %}, {{ name + ' ' + p.description }}"
+    "{{ (p.type or 'any') + '' }}{{ p['items'].description + '' if 'items' in p }}{% endfor %}{% endfor %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
 
 
-def say(role: str, content: str = "", **fields: Any) -> dict[str, Any]:
+def say(role: str, content: Any = "", **fields: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **fields}
 
 
@@ -58,6 +71,8 @@ SHORT, OTHER_SHORT = short_call_id(ID), short_call_id(OTHER_ID)
         (TURNS, [S, U, U2, A, A2], "[u|S\n\nU\n\nU2][a|A\n\nA2]"),
         (TURNS, [S, A, S2], "[u|S][a|A][u|S2]"),
         (TURNS, [A, U], "[u| ][a|A][u|U]"),
+        *((FIRST_PART, [U, say(role, [{"type": "text", "text": text} for text in "ABC"])], f"[u|U][{role[0]}|A\nB\nC]")
+          for role in ("user", "assistant", "system")),
         (TURNS, [S], "[u|S]"),
         (TURNS, [U, CALLS, OTHER_RESULT, RESULT, U2],
          f'[u|U][a|look][u| ]({SHORT} {{"x": 1}})[t|R]({OTHER_SHORT} {{}})[t|R2][a| ][u|U2]'),
@@ -67,6 +82,23 @@ def test_a_message_that_the_api_allows_reaches_the_model(
     template: str, messages: list[dict[str, Any]], said: str
 ) -> None:
     assert ChatTemplate(template, {}).prompt(messages) == said
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ({}, "f|U"),
+        ({"description": None, "parameters": None}, "f|U"),
+        ({"parameters": {"oneOf": [{"type": "object"}]}}, "f|U"),
+        ({"description": "d", "parameters": {"properties": {"x": {"type": ["string", "null"]}, "y": True}}}, "f|d, x any, y anyU"),
+        ({"parameters": {"properties": {"x": {"type": "array", "items": True, "description": "e"}}}}, "f|, x earrayU"),
+    ],
+)  # fmt: skip
+def test_a_tool_may_lack_what_a_template_reads(function: dict[str, Any], said: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", **function}}]
+    first_call = ChatTemplate(FIRST_WITH_TOOLS, {}).prompt([{**CALLS, "content": ""}], {"tools": tools})
+    assert first_call == "[u| ](f)(g)"
+    assert ChatTemplate(READS_TOOLS, {}).prompt([U], {"tools": tools}) == said
 
 
 @pytest.mark.parametrize("content", ["R", "[", "", "U"])
