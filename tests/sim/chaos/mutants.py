@@ -145,15 +145,9 @@ def lost_event_without_resync() -> Iterator[None]:
 
 @mutant
 def block_not_released_on_abort() -> Iterator[None]:
-    """An aborted request that was running keeps its slot's blocks."""
-    original = Scheduler.abort
+    """A request that is aborted during a step keeps its slot's blocks."""
 
-    def abort(self, request_id):
-        sequence = self._by_id.get(request_id)
-        if sequence is None or sequence.slot is None:
-            original(self, request_id)
-
-    with replaced(Scheduler, "abort", abort):
+    with replaced(Scheduler, "_vacate_aborted", lambda self: self._aborted_slots.clear()):
         yield
 
 
