@@ -413,7 +413,7 @@ def request_of(asked):
 
 async def begin(url):
     """Ask for a stream by a socket that takes little at once."""
-    reader, writer = await asyncio.open_connection(sock=await connect(url, 65536), limit=1 << 16)
+    reader, writer = await asyncio.open_connection(sock=await connect(url, 65536), limit=1 << 18)
     writer.write(request_of(BODY))
     return reader, writer
 
