@@ -16,7 +16,6 @@ from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.seams import Link, Move, TransferChannel
-from penstock.transfer import Peer
 from penstock.transfer.transports.memory import MemoryTransport
 from penstock.worker.worker import Worker
 from tests.support.laid_out_engine import laid_out_engine
@@ -111,19 +110,6 @@ def check_nothing_is_held(worker: Worker, engine: BatchedEngine) -> None:
     kv_transfer = worker.kv_transfer
     if kv_transfer is not None:
         kv_transfer.check_idle()
-
-
-def connect_late(worker: Worker, seconds: float) -> None:
-    """Delay a worker's connections to other transfer agents by so long."""
-    assert worker.kv_transfer is not None, "it moves KV"
-    agent = worker.kv_transfer._agent
-    connect = agent.connect
-
-    async def late(metadata: bytes) -> Peer:
-        await asyncio.sleep(seconds)
-        return await connect(metadata)
-
-    agent.connect = late  # type: ignore[method-assign]
 
 
 class SlowTransport(MemoryTransport):

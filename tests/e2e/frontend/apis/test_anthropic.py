@@ -12,8 +12,6 @@ from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card
 from tests.support.tool_talk import FILES
 
-TOOLS = [{"name": "weather", "description": "tells it", "input_schema": {"type": "object", "properties": {}}}]
-
 
 def client(site: Site, key: str = "none") -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{site.port}", api_key=key, max_retries=0)
