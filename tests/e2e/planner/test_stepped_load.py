@@ -56,7 +56,7 @@ def test_one_worker_to_four_and_back_in_one_life_of_a_planner(engine, settings):
     )
     retired = re.findall(r"worker-\d retires", log)
     assert sum(map(int, added)) == len(retired) >= 3  # more where others keep the machine busy
-    assert re.search(r"did +(starts|retires) .*decided +aggregated: 1", why, re.DOTALL)
+    assert re.search(r"did +(starts|retires) ", why)
     for change in ("add", "retire"):
         assert seen["penstock_planner_changes_total", change] == len(retired)
     assert seen["penstock_planner_workers", "aggregated"] == 1
