@@ -1,5 +1,6 @@
 """`penstock serve` with a planner under a load that comes and goes: real processes, no request fails, tokens are exact."""
 
+import asyncio
 import re
 
 import aiohttp
@@ -32,8 +33,9 @@ async def step_up_and_down(url):
         await until_ready(connector, {Role.AGGREGATED: 1})
     alone = Load(url, PROMPTS)
     async with aiohttp.ClientSession() as session:
-        for prompt in PROMPTS:
+        for prompt in PROMPTS:  # no faster than before, or the planner rightly starts a worker
             await alone.stream(session, prompt)
+            await asyncio.sleep(0.5)
     assert alone.answers == many.answers, "tokens are those of one calm worker"
 
 
@@ -56,7 +58,7 @@ def test_one_worker_to_four_and_back_in_one_life_of_a_planner(engine, settings):
     )
     retired = re.findall(r"worker-\d retires", log)
     assert sum(map(int, added)) == len(retired) >= 3  # more where others keep the machine busy
-    assert re.search(r"did +(starts|retires) ", why)
+    assert re.search(r"did +retires worker-.*not fewer: one replica is the fewest", why, re.DOTALL)
     for change in ("add", "retire"):
         assert seen["penstock_planner_changes_total", change] == len(retired)
     assert seen["penstock_planner_workers", "aggregated"] == 1
