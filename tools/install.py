@@ -332,34 +332,24 @@ class Installer:
             )
 
     def uv(self, *arguments: str | Path, doing: str = "downloading and installing", hint: str = "") -> None:
-        self.do(
-            self.venv / "bin" / "uv",
-            "pip",
-            "install",
-            "--python",
-            self.python,
-            "--no-deps",
-            *arguments,
-            doing=doing,
-            hint=hint,
-        )
+        self.do(*self._uv_install(), *arguments, doing=doing, hint=hint)
+
+    def _uv_install(self) -> tuple[str | Path, ...]:
+        uv = self.venv / "bin" / "uv"
+        return uv, "pip", "install", "--python", self.python, "--no-deps"
 
     def finds(self, *arguments: str) -> bool:
         """Whether uv finds a package that is not installed, without a word."""
         # A network that swallows what is sent answers never: minutes for uv, which asks four times.
         variables = {"UV_HTTP_TIMEOUT": self.environ.get("UV_HTTP_TIMEOUT", "10"), "UV_HTTP_RETRIES": "1"}
-        command = (
-            self.venv / "bin" / "uv",
-            "pip",
-            "install",
-            "--python",
-            self.python,
-            "--no-deps",
-            "--dry-run",
-        )
         return (
             self.run(
-                *command, *arguments, doing="looking for PyTorch's build for CPUs", quiet=True, **variables
+                *self._uv_install(),
+                "--dry-run",
+                *arguments,
+                doing="looking for PyTorch's build for CPUs",
+                quiet=True,
+                **variables,
             )[0]
             == 0
         )
