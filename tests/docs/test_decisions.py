@@ -33,6 +33,7 @@ def test_the_index_lists_every_decision_by_its_title():
     assert listed == titles
 
 
-def test_every_note_is_linked_from_a_decision():
-    texts = [page.read_text(encoding="utf-8") for page in _RECORDS]
-    assert [note.name for note in _NOTES if not any(f"notes/{note.name})" in text for text in texts)] == []
+def test_every_note_is_linked_from_a_decision_or_a_page():
+    pages = [*_RECORDS, *_DECISIONS.parent.glob("*.md")]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    assert [note.name for note in _NOTES if not any(f"notes/{note.name}" in text for text in texts)] == []

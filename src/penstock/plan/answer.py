@@ -112,7 +112,7 @@ def find_answer(
 def promising(question: Question, layouts: Sequence[Layout], effort: Effort) -> list[Layout]:
     """Choose layouts to simulate, fewer for long runs: the best predicted of each parallelism, then the second best.
 
-    The best with and the best without data-parallel ranks come first: prediction overrates the former (docs/decisions/0030).
+    The best with and the best without data-parallel ranks come first: prediction overrates the former.
     """
     if not layouts:
         return []

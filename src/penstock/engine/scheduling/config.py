@@ -11,7 +11,7 @@ from penstock.kv.sessions.config import SessionsConfig
 
 Order = Literal["fcfs", "shortest"]
 AGEING = 0.03
-"""Lowers the p90 TTFT from 3.9 s to 0.36 s in docs/decisions/0029, and raises the p99 of long prompts from 7.2 s to 13.8 s."""
+"""Lowers the p90 TTFT from 3.9 s to 0.36 s in benchmarks/notes/prompt-order.md, and raises the p99 of long prompts from 7.2 s to 13.8 s."""
 
 
 class SchedulerConfig(Config):

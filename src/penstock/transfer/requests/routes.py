@@ -52,7 +52,7 @@ class Route:
     def setup_left_s(self, op: TransferOp) -> float:
         """The set-up seconds charged to the next transfer: the set-up less what earlier transfers lost on slower routes.
 
-        So transfers lose at most one set-up in total before the route is used (docs/decisions/0035).
+        So transfers lose at most one set-up in total before the route is used.
         """
         return 0.0 if self.is_set_up else max(0.0, self.channel.cost(op).setup_s - self._forgone_s)
 
