@@ -49,14 +49,6 @@ EXPERIMENTS = Benches(
             "benchmarks.simulated.agents",
             "agents that call tools beside chats on 8 H100, simulated: TTFT and GPU-hours with and without sessions and a host tier",
         ),
-        "kv-cut": (
-            "benchmarks.kv.cut",
-            "prefill seconds on a trace without a slow store, always loading from it, and loading only what is sooner loaded",
-        ),
-        "kv-fleet": (
-            "benchmarks.kv.fleet",
-            "four workers that share an object store over slow links: what each loads of the others, and TTFT beside no store",
-        ),
         "kv-offload": (
             "benchmarks.kv.offload",
             "conversations of more KV than the device holds: without a host tier, with one, and with its bytes on the device",
@@ -80,10 +72,6 @@ EXPERIMENTS = Benches(
         "mock": (
             "benchmarks.processes.mock",
             "everything but the model: requests per second through frontend, router and workers",
-        ),
-        "new-router": (
-            "benchmarks.processes.new_router",
-            "a router that starts beside workers with full caches: when it can choose, and when its index is whole",
         ),
         "placements": (
             "benchmarks.simulated.placements",
@@ -117,10 +105,6 @@ EXPERIMENTS = Benches(
             "benchmarks.regions",
             "3 regions of 1,000 workers, simulated, one lost for a while: alone, asked in turn, linked by load, and by summaries of prefixes",
         ),
-        "regions-ttft": (
-            "benchmarks.regions.ttft",
-            "a region 80 ms away: the TTFT that it adds over kept and over new connections, real processes",
-        ),
         "request": (
             "benchmarks.micro.request",
             "a request's CPU time in the frontend, from the bytes of its HTTP request to those of its answer, without sockets",
@@ -137,10 +121,6 @@ EXPERIMENTS = Benches(
             "benchmarks.simulated.routers",
             "several frontends against one on the same requests, simulated: how much TTFT grows",
         ),
-        "routers-served": (
-            "benchmarks.scale.served",
-            "one frontend against four over the same 8 mock workers, real processes: TTFT and prefix hits",
-        ),
         "scale": (
             "benchmarks.scale.routers",
             "8 routers over 1,000 workers with 100,000 streams at once, simulated: what reaches each, a restart, how alike they choose",
@@ -148,10 +128,6 @@ EXPERIMENTS = Benches(
         "scale-router": (
             "benchmarks.scale.alone",
             "one router before 1,000 to 10,000 workers: memory, CPU time of events and decisions, and what breaks first",
-        ),
-        "shared-index": (
-            "benchmarks.micro.shared_index",
-            "the prefix index with blocks of hosts' arenas: told by each worker that loads them, or once",
         ),
         "simulate": (
             "benchmarks.simulated.simulate",

@@ -16,7 +16,6 @@ from tables import (
     disagg,
     eviction,
     hosts,
-    kv_cut,
     kv_prefetch,
     kv_retention,
     kv_stores,
@@ -45,7 +44,6 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | agents.TABLES
     | results.TABLES
     | disagg.TABLES
-    | kv_cut.TABLES
     | kv_prefetch.TABLES
     | kv_retention.TABLES
     | kv_stores.TABLES

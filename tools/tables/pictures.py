@@ -6,7 +6,6 @@ from math import nan
 from benchmarks.disagg import plot as disagg_plot
 from benchmarks.disagg.choice import Point
 from benchmarks.eviction import plot as eviction_plot
-from benchmarks.kv import cut_plot
 from benchmarks.kv.retention import plot as retention_plot
 from benchmarks.planner import plot as planner_plot
 from benchmarks.policies import plot as policies_plot
@@ -46,11 +45,6 @@ def eviction() -> str:
 def kv_agents() -> str:
     found = report("kv_agents")
     return agents_plot.draw(found["figures"], found["config"]["rates_per_s"], found["config"]["target_p90_s"])
-
-
-def kv_cut() -> str:
-    found = report("kv_cut")
-    return cut_plot.draw(found["figures"], found["config"]["speeds_gb_per_s"])
 
 
 def kv_retention() -> str:
@@ -126,7 +120,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "disagg.svg": disagg,
     "eviction.svg": eviction,
     "kv-agents.svg": kv_agents,
-    "kv-cut.svg": kv_cut,
     "kv-retention.svg": kv_retention,
     "placements.svg": placements,
     "planner.svg": planner,

@@ -1,10 +1,10 @@
-"""Ways in which regions help each other, what their summaries cost, and what a kept connection saves."""
+"""Ways in which regions help each other, and what their summaries cost."""
 
 from collections.abc import Iterator
 
 from tables.read import figure, of, report, table
 
-_FILE, _TTFT = "regions", "regions_ttft"
+_FILE = "regions"
 _WAYS = {
     "alone": "alone",
     "in_turn": "clients ask the regions in turn",
@@ -58,16 +58,4 @@ def _costs() -> Iterator[str]:
     return table([f"regions of {workers:,} workers", *(_WAYS[way] for way in ways)], body())
 
 
-def _ttft() -> Iterator[str]:
-    def body() -> Iterator[list[str]]:
-        for scheme in ("http", "https"):
-            for tokens in report(_TTFT)["config"].get("prompt_tokens", ()):
-                added = (
-                    of(_TTFT, f"{scheme}_{tokens}_{way}_added_s", ".0f", 1e3) for way in ("kept", "fresh")
-                )
-                yield [f"{scheme}, prompt of {tokens:,} tokens", *added]
-
-    return table(["TTFT added, ms", "connections kept, as links do", "a new one for each request"], body())
-
-
-TABLES = {"regions": _ways, "regions-costs": _costs, "regions-ttft": _ttft}
+TABLES = {"regions": _ways, "regions-costs": _costs}

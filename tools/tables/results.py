@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from tables.disagg import RUNS, Side, side
 from tables.policies import geomean, mean
-from tables.read import figure, link, of, ratio, report, several, table, text
+from tables.read import figure, link, of, ratio, several, table, text
 
 _SHAPES = ("1x128MiB", "2048x32KiB", "512x256KiB", "128x1MiB")
 _MAIN = "ttft1000ms_itl30ms"
@@ -126,33 +126,12 @@ def _engines() -> Iterator[list[str]]:
         of("kv_offload", "restart_cached_share_without", ".0f", 100) + " %, without the restart",
         of("kv_offload", "restart_cached_share_ratio", ".2f"), "at least 0.9", file,
     ]  # fmt: skip
-    for said, name in (
-        (
-            "`ttft_mean_ms_host`, vLLM, 24 users x 6 turns, a fifth of their KV on the device",
-            "kv_offload_vllm",
-        ),
-        ("the same, a second run", "kv_offload_vllm_second"),
-    ):
-        yield [
-            said, of(name, "ttft_mean_ms_host", ".0f") + " ms",
-            of(name, "ttft_mean_ms_device", ".0f") + " ms, without the host tier",
-            of(name, "ttft_less_with_host", ".0f", 100) + " % lower", "50 % lower", link(name),
-        ]  # fmt: skip
-    for link_, said in (
-        ("0.2_gb_per_s", ""),
-        ("1_gb_per_s", ""),
-        ("5_gb_per_s", ""),
-        ("1_gb_per_s_long", ", where long prompts pay above 0.55 GB/s"),
-    ):
-        if f"ttft_ratio_{link_}" not in report("kv_fleet")["figures"]:
-            continue
-        hits = of("kv_fleet", f"hit_tokens_{link_}", ",.0f")
-        yield [
-            f"`ttft_mean_ms_{link_}`, 4 workers, {hits} prompt tokens from each other by an object store{said}",
-            of("kv_fleet", f"ttft_mean_ms_{link_}", ".1f") + " ms",
-            of("kv_fleet", "ttft_mean_ms_none", ".1f") + " ms, without the store",
-            of("kv_fleet", f"ttft_ratio_{link_}", ".2f"), "1.05", link("kv_fleet"),
-        ]  # fmt: skip
+    yield [
+        "`ttft_mean_ms_host`, vLLM, 24 users x 6 turns, a fifth of their KV on the device",
+        of("kv_offload_vllm", "ttft_mean_ms_host", ".0f") + " ms",
+        of("kv_offload_vllm", "ttft_mean_ms_device", ".0f") + " ms, without the host tier",
+        of("kv_offload_vllm", "ttft_less_with_host", ".0f", 100) + " % lower", "50 % lower", link("kv_offload_vllm"),
+    ]  # fmt: skip
     for latency in ("ttft", "itl"):
         yield [
             f"`profile_{latency}_median_error`, 12 held-out points, demo model",

@@ -3,7 +3,13 @@
 import asyncio
 import io
 import queue
+import socket
+import subprocess
+import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +17,59 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp import web
 
-from benchmarks.kv.s3 import S3Server
-
-__all__ = ["Proxy", "S3Server", "proxy_before", "proxy_of"]
+from penstock.core.errors import Unavailable
 
 BODY_MAX = 64 << 20
 KEPT = {"etag", "content-range", "last-modified", "content-type"}
+BUCKET = "bucket"
+_TRIES = 600
+_TRY_S = 0.05
+
+
+class S3Server:
+    """moto's S3 server in a process of its own, with one bucket in memory."""
+
+    def __init__(self, python: str = sys.executable) -> None:
+        """Start the server, and wait until it answers.
+
+        Args:
+            python: a Python interpreter that has moto installed.
+
+        Raises:
+            Unavailable: the server does not answer.
+        """
+        self._python = python
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        """Start the server again, empty."""
+        command = [self._python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(_TRIES):
+            try:
+                self.put(f"/{BUCKET}", b"")
+            except (urllib.error.URLError, ConnectionError) as error:
+                if self.process.poll() is not None:
+                    raise Unavailable(
+                        "the S3 server has ended; is moto installed? pip install 'moto[server]'"
+                    ) from error
+                time.sleep(_TRY_S)
+            else:
+                return
+        raise Unavailable("the S3 server does not answer")
+
+    def put(self, path: str, data: bytes) -> None:
+        """Put an object, or make a bucket."""
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, method="PUT"), timeout=5):
+            pass
+
+    def kill(self) -> None:
+        """Kill the server, which loses its objects."""
+        self.process.kill()
+        self.process.wait()
 
 
 @dataclass
