@@ -1,4 +1,4 @@
-"""Write docs/messages.md: every message of the package's errors, from its source; `--check` only compares."""
+"""Print every message of the package's errors with its fix, from the source, as a page of Markdown."""
 
 import ast
 import re
@@ -10,7 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "penstock"
-PAGE = ROOT / "docs" / "messages.md"
 ERRORS = ROOT / "docs" / "errors.md"
 ROOT_KIND = "PenstockError"
 OWN_FIX = {"ConfigError", "RequestError", "Unavailable", ROOT_KIND}
@@ -24,10 +23,8 @@ AREAS = {
 }
 HEAD = """# Every message
 
-Generated from the source by `python tools/errors_reference.py`. The page has the messages of commands and of answers to requests, but not
-messages that only pass on another text, such as a field of a wrong type or an operating system's reason. CAPITALS and … stand for values. A code before
-a fix marks the fix of all errors with this code. [Errors and
-their fix](errors.md) has codes, log events and the most frequent errors.
+The messages of commands and of answers to requests, without messages that only pass on another text, such as an operating system's reason. CAPITALS
+and … stand for values. A code before a fix marks the fix of all errors with this code. `docs/errors.md` has codes, log events and the most frequent errors.
 """
 """The head of the page."""
 FIXES = {
@@ -201,7 +198,7 @@ def _part(part: ast.expr) -> str:
 
 
 def page() -> str:
-    """Write the page."""
+    """Make the page."""
     parts, found = [HEAD], messages()
     for area in AREAS:
         rows = [said.cells for said in found if said.area == area]
@@ -218,6 +215,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit(PAGE.read_text(encoding="utf-8") != page())
-    PAGE.write_text(page(), encoding="utf-8")
+    sys.stdout.write(page())
