@@ -100,7 +100,9 @@ def _peer_python(peers: Path) -> Path | None:
     python = peers.expanduser() / "dynamo" / "venv" / "bin" / "python"
     if python.exists() and _DRIVER.exists():
         return python
-    text = f"benchmarks router: no peer at {python}, so no ratios; docs/benchmark-methods.md says how to install one"
+    text = (
+        f"benchmarks router: no peer at {python}, so no ratios; benchmarks/README.md says how to install one"
+    )
     print(text, file=sys.stderr)
     return None
 

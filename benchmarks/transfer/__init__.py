@@ -134,7 +134,7 @@ async def _peers(
         _skip(
             skipped,
             "nixl",
-            f"no peer at {python}, so no ratios; docs/benchmark-methods.md says how to install one",
+            f"no peer at {python}, so no ratios; benchmarks/README.md says how to install one",
         )
         return []
 

@@ -9,9 +9,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from benchmarks.command import EXPERIMENTS
 from penstock import cli
-from penstock.bench.registry import BENCHES
 from penstock.graph import Graph
 from penstock.router.metrics import RouterMetrics
 from penstock.sim.workload.workload import WorkloadConfig
@@ -176,8 +174,3 @@ def test_the_commands_in_example_graphs_name_files_that_are_there() -> None:
         for command in commands:
             named = [word for word in command.split() if word.endswith((".yaml", ".json", ".jsonl"))]
             assert [name for name in named if not (ROOT / name).exists()] == [], path.name
-
-
-def test_every_bench_is_in_the_benchmarks_page() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert [name for name in BENCHES.modules | EXPERIMENTS.modules if f"| `{name}` |" not in page] == []

@@ -1,4 +1,4 @@
-"""Models on kinds of hardware: simulated at targets, calculated over interactivity, and what the model is held against."""
+"""Models on kinds of hardware, simulated at targets, and what the roofline is held against."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import Dtype, find_hardware
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.roofline.roofline import Roofline
-from tables.read import NONE, figure, ratio, report, table, text
+from tables.read import figure, ratio, report, table, text
 
 _HARDWARE = ("h100", "gb200", "gb300")
 _MODELS = {
@@ -15,10 +15,6 @@ _MODELS = {
     "671b": "671B, fp8; NVFP4 experts on Blackwell",
 }
 _KINDS = ("aggregated", "disaggregated")
-_FIGURES = {"tokens_per_s_per_gpu": "tokens/s a GPU", "tokens_per_joule": "tokens/J", "usd_per_million_tokens": "USD per million tokens"}  # fmt: skip
-_CURVES = ("h200-host", "h200-host-mtp", "h100-two-hosts", "h100-wide", "gb200", "gb300", "gb300-mtp")
-_SCALES = (8, 16, 32)
-_PROMPTS = (2048, 12_000, 32_768, 100_000)
 
 
 def _file(model: str, hardware: str) -> str:
@@ -31,97 +27,20 @@ def _simulated(model: str, hardware: str, key: str) -> float | None:
     return figure(file, key) if "layouts" in report(file)["config"] else None
 
 
-def _times(value: float | None) -> str:
-    if not value:
-        return NONE
-    return f"{value:.1f}" if value >= 1 else f"1/{1 / value:.1f}"
-
-
 def simulated() -> Iterator[str]:
     def rows() -> Iterator[list[str]]:
         for model, formats in _MODELS.items():
             for slo in ("interactive", "fast"):
                 for kind in _KINDS:
-                    label = f"{formats}, {slo}, {kind}"
-                    for key, unit in _FIGURES.items():
-                        values = [
-                            _simulated(model, hardware, f"{model}-{hardware}_{slo}_{kind}_{key}")
-                            for hardware in _HARDWARE
-                        ]
-                        if not any(values):
-                            continue
-                        compared = [_times(ratio(value, values[0])) for value in values[1:]]
-                        yield [label, unit, *(text(value) for value in values), *compared]
-                        label = ""
+                    key = f"{slo}_{kind}_tokens_per_s_per_gpu"
+                    values = [
+                        _simulated(model, hardware, f"{model}-{hardware}_{key}") for hardware in _HARDWARE
+                    ]
+                    if any(values):
+                        compared = [text(ratio(value, values[0]), ".1f") for value in values[1:]]
+                        yield [f"{formats}, {slo}, {kind}", *(text(value) for value in values), *compared]
 
-    return table(["model, formats", "", "H100", "GB200", "GB300", "GB200 / H100", "GB300 / H100"], rows())
-
-
-def layouts() -> Iterator[str]:
-    def rows() -> Iterator[list[str]]:
-        for model in _MODELS:
-            for hardware in _HARDWARE:
-                named = report(_file(model, hardware))["config"].get("layouts", {})
-                over = report(_file(model, hardware))["figures"]
-                for slo in ("interactive", "fast"):
-                    for kind in _KINDS:
-                        key = f"{model}-{hardware}_{slo}_{kind}"
-                        if key in named:
-                            yield [
-                                key.replace("_", ", "),
-                                named[key] or NONE,
-                                text(over.get(f"{key}_over_predicted"), ".2f"),
-                            ]
-
-    return table(["row", "layout", "simulated over predicted rate"], rows())
-
-
-def by_size() -> Iterator[str]:
-    def rows() -> Iterator[list[str]]:
-        for model, said in (("8b", "8B"), ("70b", "70B fp8")):
-            keys = [f"{model}-h100_goodput_rps_per_gpu_x{devices}" for devices in _SCALES]
-            yield [said, *(text(_simulated(model, "h100", key)) for key in keys)]
-
-    return table(["GPUs", *map(str, _SCALES)], rows())
-
-
-def curve(workload: str, said: str) -> Iterator[str]:
-    found = report("deployments_curves")
-    samples = found["samples"] if "layouts" in found["config"] else {}
-    targets = [round(target) for target in samples.get("curve_tokens_per_s_per_user", ())]
-    points = {name: samples.get(f"curve_{workload}_{name}_tokens_per_s_per_gpu", ()) for name in _CURVES}
-
-    def over(one: str, other: str, key: str | None) -> list[str]:
-        cost = [getattr(find_hardware(name.split("-")[0]), key) if key else 1.0 for name in (one, other)]
-        pairs = zip(points[one], points[other], strict=True)
-        return [text(ratio(a / cost[0], b / cost[1]), ",.1f") for a, b in pairs]
-
-    def rows() -> Iterator[list[str]]:
-        for name in _CURVES:
-            yield [f"`{name}`", *(text(value or None, ",.0f") for value in points[name])]
-        for other in ("h200-host", "h100-two-hosts", "h100-wide"):
-            yield [f"*tokens/s, `gb200` / `{other}`*", *over("gb200", other, None)]
-        for unit, key in (("J", "watts"), ("USD", "usd_per_hour")):
-            for other in ("h200-host", "h200-host-mtp"):
-                yield [f"*tokens/{unit}, `gb300-mtp` / `{other}`*", *over("gb300-mtp", other, key)]
-
-    return table([f"{said}; tokens/s a user:", *map(str, targets)], rows())
-
-
-def prefill() -> Iterator[str]:
-    """What one prompt takes alone, by the roofline as it is now."""
-    h100, gb200, shape = find_hardware("h100"), find_hardware("gb200"), find_shape("deepseek-r1")
-    engines = {
-        "H100, EP 16": Roofline(shape, h100, Parallel(dp=16, ep=16), Dtype.FP8),
-        "H100, TP 8 x PP 2": Roofline(shape, h100, Parallel(tp=8, pp=2), Dtype.FP8),
-        "GB200, EP 72": Roofline(shape, gb200, Parallel(dp=72, ep=72), Dtype.FP8, expert_dtype=Dtype.NVFP4),
-        "GB200, TP 4": Roofline(shape, gb200, Parallel(tp=4), Dtype.FP8, expert_dtype=Dtype.NVFP4),
-    }
-    head = ["seconds of prefill, alone, for prompts of", *(f"{tokens:,}" for tokens in _PROMPTS)]
-    return table(
-        head,
-        ([name, *(text(engine.prefill_s(n), ".2f") for n in _PROMPTS)] for name, engine in engines.items()),
-    )
+    return table(["model, formats", "H100", "GB200", "GB300", "GB200 / H100", "GB300 / H100"], rows())
 
 
 def published() -> Iterator[str]:
@@ -181,11 +100,6 @@ def hardware() -> Iterator[str]:
 
 TABLES = {
     "deployments": simulated,
-    "deployments-layouts": layouts,
-    "deployments-by-size": by_size,
-    "curve-1k": lambda: curve("1k_1k", "1,024 in, 1,024 out"),
-    "curve-8k": lambda: curve("8k_1k", "8,192 in, 1,024 out"),
-    "prefill": prefill,
     "published": published,
     "hardware": hardware,
 }

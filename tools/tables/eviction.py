@@ -7,8 +7,6 @@ from tables.read import of, report, table
 _POLICIES = ("lru", "lfu", "arc", "s3-fifo", "seconds", "offline")
 _WORKLOADS = {
     "trace": "Mooncake conversation",
-    "trace-first-half": "its first half",
-    "trace-second-half": "its second half",
     "agents": "agents with tools",
     "one-shot": "one-shot prompts",
     "scans": "conversations and scans",

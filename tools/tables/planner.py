@@ -47,34 +47,6 @@ def first_planner(settings: dict[str, list[float]]) -> str:
     return "planner-disaggregated" if "planner-disaggregated" in settings else "planner"
 
 
-def planner() -> Iterator[str]:
-    """SLO attainment, GPU-hours and changes of direction by case and strategy."""
-
-    def rows() -> Iterator[list[str]]:
-        for name, case, title, settings in made():
-            for strategy, label in (_OTHERS | PLANNERS).items():
-                if strategy not in settings:
-                    continue
-                place = f"{case}_{strategy.replace('-', '_')}"
-                whole = figure(name, f"{case}_static_peak_gpu_hours")
-                hours = figure(name, f"{place}_gpu_hours")
-                setting = "+".join(f"{value:g}" for value in settings[strategy])
-                yield [
-                    title,
-                    label,
-                    setting or "-",
-                    f"{of(name, f'{place}_attainment', '.2f', 100.0)} %",
-                    of(name, f"{place}_gpu_hours", ",.1f"),
-                    f"{100 * hours / whole:.0f} %" if hours and whole else "",
-                    of(name, f"{place}_changes_per_hour", ".1f"),
-                    of(name, f"{place}_flips", ".0f"),
-                    of(name, f"{place}_failed", ".0f"),
-                ]
-
-    head = ["case", "strategy", "setting", "within both targets", "GPU-hours", "of static", "turns an hour"]
-    return table([*head, "flips", "failed"], rows())
-
-
 def planner_aims() -> Iterator[str]:
     """The planner's attainment, and its GPU-hours over those of the others."""
 
@@ -105,4 +77,4 @@ def planner_aims() -> Iterator[str]:
     return table([*head, "over interpolation", "over the oracle", "turns an hour", "failed"], rows())
 
 
-TABLES = {"planner": planner, "planner-aims": planner_aims}
+TABLES = {"planner-aims": planner_aims}

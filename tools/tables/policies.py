@@ -42,8 +42,6 @@ _ABLATIONS = {
 }
 LOADS = (30, 60, 80, 95, 110)
 _MODELS = {"70b-fp8": "70B", "8b-bf16": "8B"}
-_LENGTHS = (5_000, 20_000)
-_LENGTH_CELL = "S/70b-fp8/80"
 
 
 @cache
@@ -65,30 +63,26 @@ def cells(kind: str) -> Iterator[tuple[str, str]]:
                 yield f"{workload}/{model}{kind}/{load}", f"{workload} {said}, {load} %"
 
 
-def by_cell(
-    metric: str, kind: str, loads: Sequence[int] = LOADS, form: str = ",.0f"
-) -> Callable[[], Iterator[str]]:
-    """Make the table of one metric in ms: a row for each cell, the least in bold."""
+def by_cell() -> Iterator[str]:
+    """Mean TTFT in ms, devices only: a row for each cell, the least in bold."""
 
     def rows() -> Iterator[list[str]]:
-        for cell, said in cells(kind):
-            if int(cell.rpartition("/")[2]) not in loads:
-                continue
-            values = [mean("policies", cell, policy, metric) for policy in POLICIES]
+        for cell, said in cells(""):
+            values = [mean("policies", cell, policy, "ttft_mean_s") for policy in POLICIES]
             known = [value for value in values if value is not None]
             if known:
                 least = min(known)
                 yield [
                     said,
                     *(
-                        f"**{text(1e3 * value, form)}**"
+                        f"**{text(1e3 * value, ',.0f')}**"
                         if value == least
-                        else text(value and 1e3 * value, form)
+                        else text(value and 1e3 * value, ",.0f")
                         for value in values
                     ),
                 ]
 
-    return lambda: table(["cell", *POLICIES], rows())
+    return table(["cell", *POLICIES], rows())
 
 
 def geomean(
@@ -133,44 +127,6 @@ def split() -> Iterator[str]:
                 ]
 
     return table(["mean over `product`'s", *(said for said, *_ in _WORKLOADS)], rows())
-
-
-def round_robin() -> Iterator[str]:
-    """Mean TTFT of round-robin and of least-loaded over that of `kv`, by load."""
-
-    def rows() -> Iterator[list[str]]:
-        for workload in "SM":
-            for model, said in _MODELS.items():
-                row = [f"{workload} {said}"]
-                for load in LOADS[:4]:
-                    cell = f"{workload}/{model}/{load}"
-                    own = mean("policies", cell, "kv", "ttft_mean_s")
-                    others = [
-                        mean("policies", cell, name, "ttft_mean_s")
-                        for name in ("round-robin", "least-loaded")
-                    ]
-                    row.append(
-                        ", ".join(text(other / own if own and other else None, ".1f") for other in others)
-                    )
-                yield row
-
-    return table(
-        ["round-robin, least-loaded: times the TTFT of `kv`", *(f"{load} %" for load in LOADS[:4])], rows()
-    )
-
-
-def by_length() -> Iterator[str]:
-    """The same by how long a run is, at 80 %."""
-
-    def rows() -> Iterator[list[str]]:
-        for policy in ("kv", "round-robin", "least-loaded"):
-            row = [f"`{policy}`"]
-            for length in _LENGTHS:
-                value = mean(f"policies_length_{length}", _LENGTH_CELL, policy, "ttft_mean_s")
-                row.append(text(value and 1e3 * value, ",.0f"))
-            yield row
-
-    return table(["requests of a run; mean TTFT in ms", *(f"{length:,}" for length in _LENGTHS)], rows())
 
 
 def ablations() -> Iterator[str]:
@@ -226,7 +182,7 @@ def saturation() -> Iterator[str]:
 
 
 def host_again() -> Iterator[str]:
-    """Mean TTFT in ms with host tiers in a later run at the same rates, beside that of the other tables."""
+    """Mean TTFT in ms with host tiers in a later run at the same rates, beside that of the first run."""
     known = report("policies_host")["config"].get("cells", [])
 
     def rows() -> Iterator[list[str]]:
@@ -240,7 +196,7 @@ def host_again() -> Iterator[str]:
                 row.append(text(own / other if own and other else None, ".2f"))
             yield row
 
-    return table(["cell", "kv", "product", "ratio", "kv in the table above", "product", "ratio"], rows())
+    return table(["cell", "kv", "product", "ratio", "kv on 2026-11-22", "product", "ratio"], rows())
 
 
 TABLES = {
@@ -248,12 +204,7 @@ TABLES = {
     "policies-saturation": saturation,
     "policies-ratios-carried": over_others((30, 60, 80)),
     "policies-split": split,
-    "policies-round-robin": round_robin,
-    "policies-length": by_length,
-    "policies-ttft": by_cell("ttft_mean_s", ""),
-    "policies-ttft-host": by_cell("ttft_mean_s", "-host"),
-    "policies-tpot": by_cell("itl_mean_s", "", (60, 80, 95), ",.1f"),
-    "policies-e2e": by_cell("e2e_mean_s", "", (60, 80, 95)),
+    "policies-ttft": by_cell,
     "policies-ablations": ablations,
     "routers": routers,
 }

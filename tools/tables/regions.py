@@ -1,8 +1,8 @@
-"""Ways in which regions help each other, and what their summaries cost."""
+"""Ways in which regions help each other."""
 
 from collections.abc import Iterator
 
-from tables.read import figure, of, report, table
+from tables.read import figure, of, table
 
 _FILE = "regions"
 _WAYS = {
@@ -39,23 +39,4 @@ def _ways() -> Iterator[str]:
     return table(head, body())
 
 
-def _costs() -> Iterator[str]:
-    ways = [way for way in _WAYS if figure(_FILE, f"{way}_decision_us") is not None]
-
-    def row(what: str, key: str, form: str, scale: float = 1.0) -> list[str]:
-        return [what, *(of(_FILE, f"{way}_{key}", form, scale) for way in ways)]
-
-    def body() -> Iterator[list[str]]:
-        yield row("bytes/s on a link, mean of the day", "summary_bytes_per_s", ",.0f")
-        yield row("bytes/s, most of one answer", "summary_bytes_per_s_max", ",.0f")
-        yield row("chunks advertised by two regions, at the end", "told_chunks", ",.0f")
-        yield row("memory of advertised prefixes, in a router, MB", "region_index_bytes", ",.1f", 1e-6)
-        yield row("CPU time of an answer, ms", "summary_cpu_ms", ",.1f")
-        yield row("CPU time of a decision, us", "decision_us", ",.0f")
-        yield row("the same without links, us", "decision_without_links_us", ",.0f")
-
-    workers = report(_FILE)["config"].get("workers", 0)
-    return table([f"regions of {workers:,} workers", *(_WAYS[way] for way in ways)], body())
-
-
-TABLES = {"regions": _ways, "regions-costs": _costs}
+TABLES = {"regions": _ways}

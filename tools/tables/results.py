@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from tables.disagg import RUNS, Side, side
+from tables.disagg import RUNS
 from tables.policies import geomean, mean
 from tables.read import figure, link, of, ratio, several, table, text
 
@@ -257,7 +257,7 @@ def _deployments() -> Iterator[list[str]]:
     yield [
         f"`671b-gb200_{key}`, DeepSeek-R1's shape on 32, 20 tokens/s a user, both pools simulated", text(rack, ",.0f"),
         f"{text(host, ',.0f')}, on {link('H100', 'deployments_671b-h100')}", text(ratio(rack, host), ".1f"),
-        "30 as published, found at more tokens/s a user: [deployments](deployments.md)",
+        "30 as published, found at more tokens/s a user: [deployments compared](#deployments-compared)",
         link("671b-gb200", "deployments_671b-gb200"),
     ]  # fmt: skip
     for devices, aim in (
@@ -281,63 +281,18 @@ def _deployments() -> Iterator[list[str]]:
 
 
 def _disagg() -> Iterator[list[str]]:
-    def told(sides: list[Side], index: int) -> list[str]:
-        return [
-            ", ".join(text(getattr(s, who)[index]) for s in sides) for who in ("disaggregated", "aggregated")
-        ]
-
     files = ", ".join(link(run.file) for run in _THREE)
-    for kind, name, said, aim in (
-        (
-            "strict",
-            "itl_p99_ms_disaggregated_strict",
-            "none may be late",
-            "3: missed, [why](benchmark-methods.md#disaggregated-against-aggregated)",
-        ),
-        ("", "itl_p99_ms_disaggregated", "0.005 of the tokens may be late", "3"),
-    ):
-        sides = [side(run, kind) for run in _THREE]
-        chunks = ", ".join(text(s.chunk, ",d") if s.chunk else "-" for s in sides)
-        ours, theirs = told(sides, 0)
-        yield [
-            f"`{name}`, streams beside prompts of 2,100 to 2,600 tokens, Poisson arrivals, real processes; {said}; three runs",
-            f"{ours} ms", f"{theirs} ms, 2 aggregated workers, their best chunk ({chunks})",
-            ", ".join(text(s.ratio, ".1f") for s in sides), aim, files,
-        ]  # fmt: skip
-        for what, index in (("p99.9", 1), ("longest stall", 2)):
-            ours, theirs = told(sides, index)
-            yield [f"the same runs, {what}", f"{ours} ms", f"{theirs} ms", "", "", "as above"]
-    even = RUNS[5]
-    strict, late = side(even, "strict"), side(even, "")
-    yield [
-        "the same with prompts that come evenly (`--arrivals even`), one turn of 40 s: none may be late; 0.005",
-        f"{text(strict.disaggregated[0])}; {text(late.disaggregated[0])} ms", f"{text(strict.aggregated[0])}; {text(late.aggregated[0])} ms",
-        f"{text(strict.ratio, '.2f')}; {text(late.ratio, '.1f')}", "", link(even.file),
-    ]  # fmt: skip
-    tokens = [
-        [figure(run.file, f"output_tokens_per_s_{who}") for run in _THREE]
-        for who in ("disaggregated", "aggregated")
-    ]
-    yield [
-        "`output_tokens_per_s_disaggregated`, the three runs, 0.005 late", ", ".join(text(v, ",.0f") for v in tokens[0]),
-        ", ".join(text(v, ",.0f") for v in tokens[1]),
-        ", ".join(text(ratio(a, b), ".2f") for a, b in zip(*tokens, strict=True)), "1", "as above",
-    ]  # fmt: skip
     moved = [[of(run.file, key, ".2g") for run in _THREE] for key in ("kv_transfer_ms", "kv_transfer_ms_p50_loaded", "kv_transfer_memcpy_ms")]  # fmt: skip
     yield [
-        "`kv_transfer_ms`, 12 MB of KV, nothing beside it (`kv_transfer_ms_p50_loaded`: beside 12 streams), the same",
+        "`kv_transfer_ms`, 12 MB of KV, nothing beside it (`kv_transfer_ms_p50_loaded`: beside 12 streams), three runs",
         f"{', '.join(moved[0])} ms ({', '.join(moved[1])})", f"{', '.join(moved[2])} ms, one thread's copy",
-        ", ".join(of(run.file, "kv_transfer_over_memcpy", ".0f") for run in _THREE), "", "as above",
+        ", ".join(of(run.file, "kv_transfer_over_memcpy", ".0f") for run in _THREE), "", files,
     ]  # fmt: skip
-    chosen = ("disagg_kv_transfer", "disagg_kv_transfer_before")
-    moments, over = (
-        [of(name, key, ".2g") for name in chosen] for key in ("kv_transfer_ms", "kv_transfer_over_memcpy")
-    )
+    chosen = "disagg_kv_transfer"
     yield [
-        "`kv_transfer_ms`, prefill and decode worker chosen together, and one after the other, 60 prompts in turn",
-        f"{moments[0]} ms ({of(chosen[0], 'kv_transfer_ms_p90', '.2g')} at p90)", f"{moments[1]} ms, one after the other",
-        f"{over[0]} times memcpy; {over[1]}", "2.5 ms: missed, [why](benchmark-methods.md#disaggregated-against-aggregated)",
-        f"{link(chosen[0])}, {link(chosen[1])}",
+        "`kv_transfer_ms`, prefill and decode worker chosen together, 60 prompts",
+        f"{of(chosen, 'kv_transfer_ms', '.2g')} ms ({of(chosen, 'kv_transfer_ms_p90', '.2g')} at p90)", "one thread's copy",
+        of(chosen, "kv_transfer_over_memcpy", ".2g"), "2.5 ms: missed", link(chosen),
     ]  # fmt: skip
     summed = "disagg_kv_transfer_summed"
     yield [

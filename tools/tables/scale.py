@@ -2,16 +2,8 @@
 
 from collections.abc import Iterator
 
-from tables.read import figure, link, of, report, table
+from tables.read import link, of, report, table
 from tables.results import rows
-
-_LIMITS = (
-    ("input_and_decisions", "what arrives and its decisions, one core"),
-    ("input", "what arrives alone, one core"),
-    ("rss", "memory, 4 GB"),
-    ("decision", "a decision, 1 ms"),
-    ("whole", "until the index is whole, 60 s of CPU time"),
-)
 
 
 def _routers() -> Iterator[list[str]]:
@@ -64,13 +56,4 @@ def _alone() -> Iterator[str]:
     return table(["workers", *(f"{number:,}" for number in numbers)], body())
 
 
-def _limits() -> Iterator[str]:
-    name = "scale_router"
-    found = [(figure(name, f"breaks_at_workers_{key}") or 0.0, said) for key, said in _LIMITS]
-    return table(
-        ["limit", "reached at so many workers"],
-        ([said, f"{round(number, -2):,.0f}"] for number, said in sorted(found)),
-    )
-
-
-TABLES = {"results-scale": rows(_routers), "scale-router": _alone, "scale-limits": _limits}
+TABLES = {"results-scale": rows(_routers), "scale-router": _alone}
