@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics
 
 What `GET /metrics` of a deployment has, for Prometheus; made by `tools/metrics_reference.py`. Several frontend processes of a port answer with the sums
-of all. `penstock_operator_*` are those of [the operator](kubernetes.md#the-operator). A histogram has `_bucket`, `_sum` and `_count`. [Dashboard and alert rules](watching.md#prometheus-and-grafana) are ready to use; the transfer library
+of all. `penstock_operator_*` are those of [the operator](kubernetes.md#the-operator). A histogram has `_bucket`, `_sum` and `_count`. [Dashboard and alert rules](operations.md#prometheus-and-grafana) are ready to use; the transfer library
 has [metrics of its own](transfer-reference.md#metrics).
 
 | metric | type | labels | meaning |

@@ -56,7 +56,7 @@ def test_every_alert_has_a_series_that_raises_it():
 
 
 def test_the_page_and_the_rules_raise_the_same_alerts_but_for_those_that_are_named():
-    section = (ROOT / "docs" / "watching.md").read_text().partition("### Alerts")[2].partition("\n##")[0]
+    section = (ROOT / "docs" / "operations.md").read_text().partition("### Alerts")[2].partition("\n##")[0]
     rows = [
         [cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"(?m)^\| .*$", section)
     ]

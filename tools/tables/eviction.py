@@ -27,19 +27,17 @@ def eviction() -> Iterator[str]:
 
 
 def host() -> Iterator[str]:
-    """Policies of a host tier below a device that evicts by `seconds`."""
+    """Policies of a host tier below a device that evicts by `seconds`, on the trace."""
     policies = ("no-host", *_POLICIES[:-1], "unbounded")
 
     def rows() -> Iterator[list[str]]:
-        for name, said in _WORKLOADS.items():
-            for pair in report("eviction_host")["config"].get("host", ()):
-                device, below = map(int, pair.split(":"))
-                keys = [f"{name}_{policy}_saved_percent_{device}_{below}_blocks" for policy in policies]
-                yield [said, f"{device:,}, {below:,}", *(of("eviction_host", key, ".1f") for key in keys)]
+        for pair in report("eviction_host")["config"].get("host", ()):
+            device, below = map(int, pair.split(":"))
+            keys = [f"trace_{policy}_saved_percent_{device}_{below}_blocks" for policy in policies]
+            yield [f"{device:,}, {below:,}", *(of("eviction_host", key, ".1f") for key in keys)]
 
     return table(
         [
-            "prefill seconds saved, %",
             "blocks of device, host",
             "no host tier",
             *(f"`{p}`" for p in _POLICIES[:-1]),

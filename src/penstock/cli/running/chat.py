@@ -13,7 +13,7 @@ def add(commands: Any) -> None:
         "chat",
         help="chat with a served model in the terminal",
         description="Chat with a model of a running server. Answers are streamed, with the worker that gave them and what was cached."
-        " See docs/watching.md.",
+        " See docs/operations.md.",
     )
     parser.add_argument(
         "question", nargs="?", metavar="QUESTION", help="ask this alone, and end; without it, chat"

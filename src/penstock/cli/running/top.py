@@ -13,7 +13,7 @@ def add(commands: Any) -> None:
         help="watch a running deployment in the terminal",
         description="Show workers with their KV, models, tenants, requests with their way, routing decisions and the planner's rounds of a"
         " running `penstock serve`, once a second. Sort, filter, and choose a row for its details, a worker's log too; q ends."
-        " See docs/watching.md.",
+        " See docs/operations.md.",
     )
     add_frontend(parser)
     parser.add_argument("--once", action="store_true", help="show it once, as where stdout is no terminal")
