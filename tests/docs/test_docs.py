@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry
 
 from penstock import cli
 from penstock.graph import Graph
-from penstock.router.metrics import RouterMetrics
 from penstock.sim.workload.workload import WorkloadConfig
 
 ROOT = Path(__file__).parents[2]
@@ -114,14 +112,6 @@ def test_the_files_of_the_architecture_page_are_there() -> None:
     named = re.findall(r"`([\w/]+(?:\.py|/))`", page)
     assert len(named) > 40
     assert [name for name in named if not (ROOT / "src" / "penstock" / name).exists()] == []
-
-
-def test_every_metric_of_the_router_is_in_its_reference() -> None:
-    registry = CollectorRegistry()
-    RouterMetrics(registry)
-    page = (ROOT / "docs" / "routing-reference.md").read_text()
-    names = [metric.name.removeprefix("penstock_router_") for metric in registry.collect()]
-    assert [name for name in names if not re.search(rf"`{name}(_total)?[`{{]", page)] == []
 
 
 def test_the_fields_of_the_configuration_page_are_current() -> None:
