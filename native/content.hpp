@@ -1,6 +1,6 @@
 // What one worker holds: the copies of each block by tier, and the block before it.
 //
-// The oracle is the Python reference in src/penstock/runtime/events/content.py: equal calls give equal content.
+// The oracle is the Python reference in src/penstock/runtime/events/publisher.py: equal calls give equal content.
 
 #pragma once
 

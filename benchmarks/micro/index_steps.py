@@ -12,10 +12,9 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import ModelCard
 from penstock.core.types.events import BlockStored, EventSnapshot
-from penstock.core.types.instances import EngineInfo, Instance, Role
-from penstock.core.types.kv.exchange import KvExchange
+from penstock.core.types.instances import EngineInfo, Instance, ModelCard, Role
+from penstock.core.types.kv import KvExchange
 from penstock.core.wire import HashArray, pack_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.index.indexer import Indexer

@@ -25,11 +25,10 @@ from benchmarks.frontend.load import Prompts
 from benchmarks.frontend.model import make_model
 from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
+from penstock.core.framing import FrameReader
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.net.framing import FrameReader
-from penstock.core.types.cards import TEXT_FILES, CardFile, ModelCard
-from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
+from penstock.core.types.instances import TEXT_FILES, CardFile, EngineInfo, Instance, ModelCard, Prices, Role
 from penstock.core.types.requests import Delta, FinishReason
 from penstock.core.wire import pack_tokens
 from penstock.deploy.processes.frontend_process import GC_THRESHOLDS
@@ -39,9 +38,9 @@ from penstock.frontend.http.server import FrontendServer
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
-from penstock.runtime.discovery.memory import MemoryDiscovery
+from penstock.runtime.discovery.view import MemoryDiscovery
 from penstock.runtime.handshake import Identity
-from penstock.runtime.requests.frames import CODEC, Deltas, Fetch, FetchChunk, Submit
+from penstock.runtime.requests.outbox import CODEC, Deltas, Fetch, FetchChunk, Submit
 from penstock.runtime.requests.worker_peer import WorkerPeer
 from penstock.seams import RequestPlane, WorkerSink
 

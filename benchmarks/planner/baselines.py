@@ -16,7 +16,7 @@ from penstock.planner.act.actor import Actor
 from penstock.planner.decide.capacity import Capacity
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.slo import Slo
-from penstock.runtime.observations.windows import Digest, bucket_of
+from penstock.runtime.observations import Digest, bucket_of
 
 _ORACLE_BIN_S = 30.0
 _LENGTH_BINS = 4

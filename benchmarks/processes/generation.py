@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from penstock.core.errors import EngineError
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import EngineInfo
+from penstock.core.types.load import Step
 from penstock.core.types.requests import Request, SamplingParams
-from penstock.core.types.steps import Step
 from penstock.core.wire import num_tokens, pack_tokens
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.paged.config import PagedConfig

@@ -12,9 +12,8 @@ from benchmarks.regions.traffic import Question, Traffic, questions
 from penstock.core.errors import PenstockError
 from penstock.core.hashing import root_hash
 from penstock.core.ids import RequestId
-from penstock.core.types.instances import Role
-from penstock.core.types.kv.summary import pack_root
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Location, Role
+from penstock.core.types.kv import pack_root
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens
 from penstock.engine.openai.config import HealthConfig, ServerConfig

@@ -19,7 +19,7 @@ from penstock.graph import Overrides, load
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.workers.member import Member
-from penstock.runtime.requests.frames import CODEC, Event
+from penstock.runtime.requests.outbox import CODEC, Event
 from penstock.sim.deployment import SALT, Deployment, plan_deployment
 from penstock.sim.loop.loop import run
 from penstock.sim.simulate import _rare_collections

@@ -27,8 +27,8 @@ from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
 from penstock.router.router import Router
-from penstock.runtime.discovery.memory import MemoryDiscovery
-from penstock.runtime.requests.frames import CODEC, Event, Load
+from penstock.runtime.discovery.view import MemoryDiscovery
+from penstock.runtime.requests.outbox import CODEC, Event, Load
 from penstock.seams import WorkerSink
 
 _DECISIONS = 2000

@@ -15,7 +15,7 @@ from penstock.core.types.instances import Instance
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Request
 from penstock.core.wire import HashArray
-from penstock.runtime.requests.frames import CODEC, Event, Load
+from penstock.runtime.requests.outbox import CODEC, Event, Load
 from penstock.seams import Connection, RequestPlaneClient, WorkerSink
 
 

@@ -15,9 +15,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from penstock.core.errors import Unavailable
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, KubernetesError, Resource
-from penstock.runtime.kubernetes.reflector import Pace, Reflector
+from penstock.runtime.kubernetes import (
+    LEASES,
+    KubernetesAccess,
+    KubernetesClient,
+    KubernetesError,
+    Pace,
+    Reflector,
+    Resource,
+)
 from tests.support.certificates import make_authority, make_certificate
 from tests.support.kubernetes.api_server import ApiServer
 

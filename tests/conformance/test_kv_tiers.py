@@ -7,7 +7,7 @@ import pytest
 from penstock.core.descriptors import MemoryKind, Region
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import Tier
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvLayout
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.host.host_tier import HostTier

@@ -13,9 +13,8 @@ from prometheus_client import CollectorRegistry
 from penstock.core.errors import ConfigError, Overloaded, Unavailable
 from penstock.core.types.instances import InstanceState
 from penstock.runtime.config import DiscoveryConfig
-from penstock.runtime.discovery.hub import LocalHub
-from penstock.runtime.discovery.local import LocalDiscovery
-from penstock.runtime.discovery.metrics import RegistryMetrics
+from penstock.runtime.discovery.local import LocalDiscovery, LocalHub
+from penstock.runtime.discovery.registrations import RegistryMetrics
 from penstock.runtime.handshake import Identity
 from penstock.testing.planes.discovery import DiscoverySuite, LocalDiscoveryHarness, Watcher
 from penstock.testing.planes.scripted_worker import scripted_instance

@@ -10,14 +10,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from penstock.core.types.broadcast import Broadcast, RankNews
 from penstock.core.types.events import AllBlocksCleared, EventBatch
+from penstock.core.types.load import Broadcast, RankNews
 from penstock.runtime.config import BroadcastConfig, DiscoveryConfig, PlaneConfig
-from penstock.runtime.events.nats.carrier import NatsCarrier
-from penstock.runtime.events.nats.envelope import seal
-from penstock.runtime.events.nats.metrics import BroadcastMetrics
+from penstock.runtime.events.nats import BroadcastMetrics, NatsCarrier, seal
 from penstock.runtime.handshake import Identity
-from penstock.runtime.nats.connection import NatsConnection
+from penstock.runtime.nats import NatsConnection
 from penstock.testing.planes.calls import CallsSuite
 from penstock.testing.planes.event_plane import EventPlaneSuite, Follower
 from penstock.testing.planes.harness import SECRET, TcpPlaneHarness

@@ -16,9 +16,8 @@ from tokenizers import Tokenizer
 from penstock.core.errors import ConfigError, Overloaded, RequestError, StepFailed, Unavailable
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
-from penstock.core.types.cards import ModelCard
 from penstock.core.types.events import BlockStored
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import ModelCard, Role
 from penstock.core.types.requests import FinishReason, Request
 from penstock.core.wire import hash_list, pack_tokens, token_list
 from penstock.demo import MODEL_DIR, MODEL_NAME

@@ -15,15 +15,12 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import InstanceState
 from penstock.deploy.manifests.kubernetes.access import DISCOVERY_RULES
 from penstock.runtime.config import DiscoveryConfig
-from penstock.runtime.discovery.etcd.client import EtcdClient
-from penstock.runtime.discovery.etcd.discovery import EtcdDiscovery
-from penstock.runtime.discovery.kubernetes.discovery import KubernetesDiscovery
-from penstock.runtime.discovery.metrics import RegistryMetrics
-from penstock.runtime.discovery.nats.discovery import NatsDiscovery
+from penstock.runtime.discovery.etcd import EtcdClient, EtcdDiscovery
+from penstock.runtime.discovery.kubernetes import KubernetesDiscovery
+from penstock.runtime.discovery.nats import NatsDiscovery
+from penstock.runtime.discovery.registrations import RegistryMetrics
 from penstock.runtime.handshake import Identity
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, Resource
-from penstock.runtime.kubernetes.pod import Pod
+from penstock.runtime.kubernetes import LEASES, KubernetesAccess, KubernetesClient, Pod, Resource
 from penstock.testing.planes.discovery import DiscoverySuite, Watcher
 from penstock.testing.planes.peer import Peer, member_peer
 from penstock.testing.planes.scripted_worker import scripted_instance

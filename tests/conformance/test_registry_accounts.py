@@ -9,11 +9,10 @@ from prometheus_client import CollectorRegistry
 from penstock.core.errors import ConfigError, PenstockError, Unavailable
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.credentials import Credentials
-from penstock.runtime.discovery.etcd.client import EtcdClient
-from penstock.runtime.discovery.etcd.discovery import EtcdDiscovery
-from penstock.runtime.discovery.metrics import RegistryMetrics
-from penstock.runtime.discovery.nats.discovery import NatsDiscovery
-from penstock.runtime.events.nats.carrier import NatsCarrier
+from penstock.runtime.discovery.etcd import EtcdClient, EtcdDiscovery
+from penstock.runtime.discovery.nats import NatsDiscovery
+from penstock.runtime.discovery.registrations import RegistryMetrics
+from penstock.runtime.events.nats import NatsCarrier
 from penstock.runtime.handshake import Identity
 from penstock.runtime.tls import PlaneTlsConfig
 from penstock.testing.planes.discovery import Watcher

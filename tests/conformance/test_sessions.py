@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.core.errors import ProtocolError, Unavailable
-from penstock.core.net.address import Address
-from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
-from penstock.core.net.handshake import Challenge
+from penstock.core.framing import Challenge, FrameCodec, Goodbye, Ping, Pong
+from penstock.core.listening import Address
 from penstock.core.wire import Wire
 from penstock.runtime import handshake
 from penstock.runtime.handshake import Hello, HelloReply, Identity

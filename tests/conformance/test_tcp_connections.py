@@ -11,14 +11,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.core.errors import Backlogged, ConfigError, Overloaded, ProtocolError, RequestError, WorkerLost
+from penstock.core.framing import LENGTH_BYTES, Challenge, FrameReader
 from penstock.core.hashing import HASH_VERSION
-from penstock.core.net.framing import LENGTH_BYTES, FrameReader
-from penstock.core.net.handshake import Challenge
 from penstock.core.wire import WIRE_VERSION
 from penstock.runtime import handshake
 from penstock.runtime.config import EventConfig, PlaneConfig
 from penstock.runtime.handshake import HelloReply, Identity
-from penstock.runtime.requests.frames import CODEC, Deltas, Event, Grant, Submit, Subscribe
+from penstock.runtime.requests.outbox import CODEC, Deltas, Event, Grant, Submit, Subscribe
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.testing.planes.harness import SECRET, TcpPlaneHarness
 from penstock.testing.planes.recording_sink import RecordingSink

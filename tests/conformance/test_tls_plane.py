@@ -10,8 +10,7 @@ from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError, Unavailable, WorkerLost
 from penstock.runtime.config import DiscoveryConfig, PlaneConfig
-from penstock.runtime.discovery.hub import LocalHub
-from penstock.runtime.discovery.local import LocalDiscovery
+from penstock.runtime.discovery.local import LocalDiscovery, LocalHub
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.runtime.tls import PlaneTls, PlaneTlsConfig

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.core.native import native
 from penstock.core.types.events import Tier
 from penstock.core.wire import pack_hashes, unpack_hashes
-from penstock.runtime.events.content import Content, ContentPython
+from penstock.runtime.events.publisher import Content, ContentPython
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 

@@ -17,7 +17,7 @@ from penstock.core.wire import pack_tokens
 from penstock.frontend.text.detokenize import ByteDecoder
 from penstock.runtime.requests.direct_deltas import DirectDeltas
 from penstock.runtime.requests.direct_streams import DirectStreamPython, DirectStreams, DirectStreamsPython
-from penstock.runtime.requests.frames import CODEC, Deltas, Load
+from penstock.runtime.requests.outbox import CODEC, Deltas, Load
 from tests.support.direct_client import FakeClient
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")

@@ -10,12 +10,11 @@ from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import Instance, InstanceChange, Prices, Role
+from penstock.core.types.instances import Instance, InstanceChange, ModelCard, Prices, Role
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.runtime.config import PlaneConfig
-from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
+from penstock.runtime.discovery.view import MemoryDiscovery, MemoryRegistration
 from penstock.runtime.requests.memory import MemoryPlane
 from penstock.seams import Engine
 from penstock.transfer import TransferAgent, TransferConfig

@@ -5,13 +5,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Self, cast
 
 from penstock.core.errors import RequestError
-from penstock.core.types.cards import CardFile, ModelCard
-from penstock.core.types.instances import Role
-from penstock.core.types.kv.actions import KvAction
-from penstock.core.types.kv.summary import PrefixSummary
+from penstock.core.types.instances import CardFile, ModelCard, Role
+from penstock.core.types.kv import KvAction, PrefixSummary
 from penstock.core.types.load import ModelLoad
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
-from penstock.core.types.requests import Delta, FinishReason, Request
+from penstock.core.types.requests import Delta, ExpandedPrompt, FinishReason, MediaPrompt, Request
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.seams import DeltaSink, DirectSink, RequestStream
 from tests.support.tokenizer import tiny_card, tiny_model_files

@@ -17,7 +17,7 @@ from penstock.core.wire import PackedHashes
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
-from penstock.runtime.discovery.memory import MemoryDiscovery
+from penstock.runtime.discovery.view import MemoryDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.testing.planes.peer import Cues, Peer

@@ -1,10 +1,8 @@
 """Workers of one model that may transfer KV, and the pairs that can."""
 
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import EngineInfo, Instance, Role
-from penstock.core.types.kv.exchange import KvExchange
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.instances import EngineInfo, Instance, ModelCard, Role
+from penstock.core.types.kv import KvExchange, KvLayout
 from penstock.router.links.kv_transfer_pairs import KvTransferPairs
 from tests.support.cluster import small_card
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.core.descriptors import RangePairs, Region, RegionInfo, TransferCost, TransferOp
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import Prices
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvLayout
 from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.batched import BatchedEngine

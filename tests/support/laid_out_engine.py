@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import EngineError
-from penstock.core.types.kv.layout import DIMENSIONS, KvLayout, RankLayout
+from penstock.core.types.kv import DIMENSIONS, KvLayout, RankLayout
 from penstock.core.wire import TokenArray
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock.engine import MockConfig, MockRunner

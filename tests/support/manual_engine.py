@@ -9,9 +9,8 @@ from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
 from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.core.types.steps import Step
 from penstock.core.wire import num_tokens, pack_tokens
 
 

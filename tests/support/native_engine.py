@@ -6,9 +6,8 @@ import msgspec
 
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, KvHandle, Request
-from penstock.core.types.steps import Step
 from penstock.core.wire import NO_TOKENS
 from tests.support.kv_transfer import tiny_engine
 

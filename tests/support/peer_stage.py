@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.core.ids import PinId, WorkerId
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvLayout
 from penstock.core.wire import HashArray, encode
 from penstock.kv.measured import MeasuredSpeed
 from penstock.seams import Transport

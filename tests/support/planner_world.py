@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState, Role
 from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.roofline.roofline import Roofline
@@ -18,7 +17,7 @@ from penstock.planner.explain.record import DecisionRecord
 from penstock.planner.observe.observation import Demand, Observation, WorkerView
 from penstock.planner.planner import Planner
 from penstock.planner.policy import Policy
-from penstock.runtime.observations.windows import Digest, bucket_of
+from penstock.runtime.observations import Digest, bucket_of
 
 MODEL = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"))
 TOKENS = {Role.AGGREGATED: 512, Role.PREFILL: 8192, Role.DECODE: 512}

@@ -5,14 +5,12 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState, Scale
+from penstock.core.types.instances import ReplicaState, Role, Scale
 from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
 from penstock.deploy.hosts.roles import ROLES
 from penstock.deploy.operator.definitions import definitions
 from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import KubernetesClient, Resource
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient, Resource
 from tests.support.kubernetes.api_server import ApiServer
 from tests.support.scripted_pool import PoolScene
 

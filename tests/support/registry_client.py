@@ -13,13 +13,12 @@ from urllib.parse import urlsplit
 
 from penstock.core.types.instances import InstancePut, InstanceRemoved
 from penstock.runtime.config import DiscoveryConfig
-from penstock.runtime.discovery.etcd.discovery import EtcdDiscovery
-from penstock.runtime.discovery.kubernetes.discovery import KubernetesDiscovery
+from penstock.runtime.discovery.etcd import EtcdDiscovery
+from penstock.runtime.discovery.kubernetes import KubernetesDiscovery
 from penstock.runtime.discovery.local import LocalDiscovery, LocalHub
-from penstock.runtime.discovery.nats.discovery import NatsDiscovery
+from penstock.runtime.discovery.nats import NatsDiscovery
 from penstock.runtime.handshake import Identity
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import KubernetesClient
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient
 from penstock.seams import Discovery
 from penstock.testing.planes.scripted_worker import scripted_instance
 from tests.support.kubernetes.api_server import ApiServer

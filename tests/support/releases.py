@@ -21,7 +21,7 @@ import penstock.core.wire
 
 penstock.core.wire.WIRE_VERSION = {version}
 
-from penstock.core.net import framing
+from penstock.core import framing
 
 _encode = framing.FrameCodec.encode
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import ModelCard
 from penstock.deploy.messages import (
     Assignment,
     ChangeRole,

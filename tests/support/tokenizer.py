@@ -6,7 +6,7 @@ import json
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.instances import CardFile, ModelCard
 
 END = "<|end|>"
 CHAT_TEMPLATE = (

@@ -12,8 +12,7 @@ import numpy as np
 
 from penstock.core.descriptors import Descriptors, Granted, Keys, MemoryKind, Region, TransferOp
 from penstock.core.errors import PenstockError, ProtocolError
-from penstock.core.net.framing import FrameReader
-from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
+from penstock.core.framing import UNAUTHENTICATED_FRAME_BYTES_MAX, FrameReader
 from penstock.seams import Transport
 from penstock.transfer.link.frames import link_codec
 from penstock.transfer.link.grants import Grants

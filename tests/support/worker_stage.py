@@ -11,7 +11,7 @@ from penstock.core.types.instances import InstanceState
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams
 from penstock.core.wire import PackedHashes, pack_hashes, pack_tokens
-from penstock.runtime.discovery.memory import MemoryDiscovery
+from penstock.runtime.discovery.view import MemoryDiscovery
 from penstock.runtime.requests.memory import MemoryPlane
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig

@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from penstock.core.ids import RequestId
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, PromptLogprobs, Request, TokenLogprob
-from penstock.core.types.steps import Step
 from penstock.core.wire import unpack_tokens
 from penstock.engine.registry import create_engine
 from penstock.engine.spec import EngineSpec

@@ -6,9 +6,8 @@ from typing import Any
 
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Holder, Tier
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Request, SamplingParams
-from penstock.core.types.steps import Step
 from penstock.core.wire import hash_list, pack_hashes, pack_tokens, unpack_tokens
 from penstock.router.index.radix import RadixTree
 from tests.vllm.conftest import BLOCK, Running

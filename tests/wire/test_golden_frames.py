@@ -13,23 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.core import framing
+from penstock.core import framing as secrets
 from penstock.core.errors import ProtocolError
-from penstock.core.net import framing
-from penstock.core.net import handshake as secrets
-from penstock.core.net.framing import LENGTH_BYTES, FrameReader, UnknownFrame
+from penstock.core.framing import LENGTH_BYTES, FrameReader, UnknownFrame
 from penstock.runtime import handshake
-from penstock.runtime.discovery import messages
-from penstock.runtime.requests import frames
+from penstock.runtime.discovery import local
+from penstock.runtime.requests import outbox
 from penstock.transfer.link import frames as links
 from penstock.transfer.transports.tcp import frames as tcp_frames
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN = DATA / "golden_frames.json"
 PLANES = {
-    "hub_": (messages.CODEC, messages),
+    "hub_": (local.CODEC, local),
     "link_": (links.link_codec(), links),
     "tcp_": (tcp_frames.TCP_CODEC, tcp_frames),
-    "": (frames.CODEC, frames),
+    "": (outbox.CODEC, outbox),
 }
 """Each plane's codec and the module of its messages, by how the names of its messages begin."""
 
@@ -95,26 +95,26 @@ def test_an_older_peer_may_say_less(codec, name, message):
 
 
 def test_deltas_are_arrays_that_may_grow_and_shrink():
-    plain = msgspec.msgpack.decode(payload_of(frames.CODEC, MESSAGES["deltas"]))
+    plain = msgspec.msgpack.decode(payload_of(outbox.CODEC, MESSAGES["deltas"]))
     plain["deltas"] = [[*plain["deltas"][0], "from the future"], ["r-1"]]
-    assert frames.CODEC.decode(msgspec.msgpack.encode(plain)) == MESSAGES["deltas"]
+    assert outbox.CODEC.decode(msgspec.msgpack.encode(plain)) == MESSAGES["deltas"]
 
 
 def test_an_unknown_message_is_reported_and_not_an_error():
     payload = msgspec.msgpack.encode({"type": "from_the_future", "value": 1})
-    assert frames.CODEC.decode(payload) == UnknownFrame("from_the_future")
+    assert outbox.CODEC.decode(payload) == UnknownFrame("from_the_future")
 
 
 def test_an_unknown_event_makes_the_frame_unknown():
-    plain = msgspec.msgpack.decode(payload_of(frames.CODEC, MESSAGES["event_batch"]))
+    plain = msgspec.msgpack.decode(payload_of(outbox.CODEC, MESSAGES["event_batch"]))
     plain["message"]["events"].append({"type": "moved"})
-    assert frames.CODEC.decode(msgspec.msgpack.encode(plain)) == UnknownFrame("event")
+    assert outbox.CODEC.decode(msgspec.msgpack.encode(plain)) == UnknownFrame("event")
 
 
 def test_a_known_message_with_impossible_content_is_an_error():
     payload = msgspec.msgpack.encode({"type": "abort", "request_id": 5})
     with pytest.raises(ProtocolError, match=r"tag abort: .*request_id"):
-        frames.CODEC.decode(payload)
+        outbox.CODEC.decode(payload)
 
 
 anything = st.recursive(
@@ -124,7 +124,7 @@ anything = st.recursive(
 )
 tagged = st.builds(
     lambda tag, fields: msgspec.msgpack.encode({"type": tag} | fields),
-    st.sampled_from(sorted(frames.CODEC.tags)),
+    st.sampled_from(sorted(outbox.CODEC.tags)),
     st.dictionaries(
         st.sampled_from(["request", "request_id", "grants", "deltas", "message", "load", "fetch_id", "data"]),
         anything,
@@ -134,7 +134,7 @@ tagged = st.builds(
 
 @given(st.binary(max_size=200) | anything.map(msgspec.msgpack.encode) | tagged)
 def test_no_bytes_crash_the_decoder(payload):
-    for codec in (frames.CODEC, messages.CODEC):
+    for codec in (outbox.CODEC, local.CODEC):
         with contextlib.suppress(ProtocolError):
             codec.decode(payload)
 
@@ -156,7 +156,7 @@ def test_deep_nesting_is_no_crash():
         b"\x82\xa4type\xa5event\xa7message" + b"\x91" * 100_000,
     ):
         with pytest.raises(ProtocolError):
-            frames.CODEC.decode(payload)
+            outbox.CODEC.decode(payload)
 
 
 @given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=8))

@@ -35,7 +35,7 @@ from penstock.planner.act.worker_changes import TimedChanges
 from penstock.planner.observe.stream import ObservationStream
 from penstock.router.service.gateway import Query
 from penstock.router.service.routing_service import RoutingService
-from penstock.runtime.observations.windows import RequestWindow
+from penstock.runtime.observations import RequestWindow
 from tests.support.control_mutations import answer_to, mutated
 from tests.support.fake_server import FakeServer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.core.net.framing import LENGTH_BYTES, UnknownFrame
+from penstock.core.framing import LENGTH_BYTES, UnknownFrame
 from tests.wire.test_golden_frames import CASES
 
 RELEASE = Path(__file__).parent.parent / "data" / "release_frames.json"

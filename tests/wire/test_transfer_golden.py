@@ -11,7 +11,7 @@ import pytest
 
 from penstock.core.descriptors import MemoryKind, RegionInfo, TransferOp
 from penstock.core.errors import ErrorInfo
-from penstock.core.types.kv.layout import KvLayout, RankLayout
+from penstock.core.types.kv import KvLayout, RankLayout
 from penstock.core.wire import encode
 from penstock.transfer.link.grants import Grant, GrantRequest
 from penstock.transfer.link.metadata import AgentMetadata

@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import PeerLost, ProtocolError, TransferCancelled, TransferRefused
-from penstock.core.net.framing import LENGTH_BYTES
-from penstock.core.net.handshake import Challenge
+from penstock.core.framing import LENGTH_BYTES, Challenge
 from penstock.core.types.instances import Role
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvLayout
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.testing.loop import run_async
 from penstock.transfer import Arena, TransferAgent, TransferConfig, TransferOp

@@ -11,8 +11,7 @@ from benchmarks.planner.world.engine import Engine, Prompt
 from benchmarks.planner.world.step_times import GridTimes
 from benchmarks.planner.world.tally import Tally
 from penstock.core.errors import RequestError
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState
+from penstock.core.types.instances import Replica, ReplicaState, Role
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.act.worker_changes import TimedChanges
 from penstock.planner.observe.observation import Observation

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.planner.decide.worker_model import StepTimes
-from penstock.runtime.observations.windows import bucket_of
+from penstock.runtime.observations import bucket_of
 
 _TOKENS, _CACHED, _BATCH, _CONTEXT = 32, 1024, 2, 4096
 

@@ -4,7 +4,7 @@ import math
 from array import array
 from dataclasses import dataclass, field
 
-from penstock.runtime.observations.windows import Digest, RequestWindow, bucket_of
+from penstock.runtime.observations import Digest, RequestWindow, bucket_of
 
 
 @dataclass(slots=True)

@@ -9,8 +9,7 @@ import msgspec
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
-from penstock.core.types.cards import ADDITIONAL_TEMPLATES, CHAT_TEMPLATE, CardFile, ModelCard
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import ADDITIONAL_TEMPLATES, CHAT_TEMPLATE, CardFile, ModelCard, Role
 from penstock.demo import MODEL_DIR, MODEL_NAME
 from penstock.engine.paged.model.checkpoint import Checkpoint, refuse_absent
 from penstock.engine.registry import engine_kind

@@ -4,7 +4,7 @@ import os
 import socket
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.location import Location, label_problem
+from penstock.core.types.instances import Location, label_problem
 
 _VARIABLES = {
     "host": "PENSTOCK_HOST", "rack": "PENSTOCK_RACK", "zone": "PENSTOCK_ZONE", "region": "PENSTOCK_REGION",

@@ -9,12 +9,11 @@ import msgspec
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import ModelCard, Role
 from penstock.core.wire import Wire
 from penstock.kv.host.memory import HostPart
 from penstock.planner.explain.record import Expected
-from penstock.runtime.observations.windows import Window
+from penstock.runtime.observations import Window
 
 WINDOW_S = 1.0
 """Seconds of a window of `Observed`."""

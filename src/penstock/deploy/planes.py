@@ -14,10 +14,9 @@ from penstock.graph import Graph
 from penstock.graph.runtime import RuntimeSpec
 from penstock.runtime.credentials import EVENTS_VARIABLE, REGISTRY_VARIABLE, Credentials
 from penstock.runtime.discovery.local import LocalDiscovery
-from penstock.runtime.discovery.metrics import RegistryMetrics
+from penstock.runtime.discovery.registrations import RegistryMetrics
 from penstock.runtime.handshake import Identity
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import KubernetesClient
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.runtime.tls import PlaneTls
 from penstock.seams import Discovery, EventCarrier
@@ -133,8 +132,10 @@ def _carrier(
     if spec.events == "direct":
         return None
     try:
-        from penstock.runtime.events.nats.carrier import NatsCarrier  # noqa: PLC0415 - an extra
-        from penstock.runtime.events.nats.metrics import BroadcastMetrics  # noqa: PLC0415
+        from penstock.runtime.events.nats import (  # noqa: PLC0415 - an extra
+            BroadcastMetrics,
+            NatsCarrier,
+        )
     except ImportError as error:
         raise ConfigError(
             "runtime.events: nats needs the package nats-py: pip install 'penstock-llm[nats]'"
@@ -168,7 +169,7 @@ def _discovery(
                 common.hub_address, identity, rng=rng, tls=tls, config=spec.registry, metrics=metrics
             )
         case "etcd":
-            from penstock.runtime.discovery.etcd.discovery import EtcdDiscovery  # noqa: PLC0415 - an HTTP client
+            from penstock.runtime.discovery.etcd import EtcdDiscovery  # noqa: PLC0415 - an HTTP client
 
             return EtcdDiscovery(
                 spec.urls,
@@ -182,7 +183,7 @@ def _discovery(
             )
         case "nats":
             try:
-                from penstock.runtime.discovery.nats.discovery import NatsDiscovery  # noqa: PLC0415 - an extra
+                from penstock.runtime.discovery.nats import NatsDiscovery  # noqa: PLC0415 - an extra
             except ImportError as error:
                 raise ConfigError(
                     "runtime.discovery: nats needs the package nats-py: pip install 'penstock-llm[nats]'"
@@ -199,7 +200,7 @@ def _discovery(
                 metrics=metrics,
             )
         case "kubernetes":
-            from penstock.runtime.discovery.kubernetes.discovery import (  # noqa: PLC0415 - an HTTP client
+            from penstock.runtime.discovery.kubernetes import (  # noqa: PLC0415 - an HTTP client
                 KubernetesDiscovery,
             )
 

@@ -12,10 +12,9 @@ from penstock.core.errors import EngineError, PenstockError, StepFailed, Unavail
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.instances import EngineInfo, Role
-from penstock.core.types.kv.actions import KvAction, KvReport
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.kv import KvAction, KvReport
+from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
 from penstock.engine.kv_tiers import TierMaker
 from penstock.engine.prefill_probe import probe_prefill

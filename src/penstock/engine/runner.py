@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.log import get_logger
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvLayout
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
 from penstock.kv.groups.groups import KvGroups
 from penstock.kv.groups.windows import ONE_TABLE, Windows

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.core.hashing import DEFAULT_KEY
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import ModelCard, Role
 from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.mock.engine import MockConfig
 from penstock.engine.scheduling.config import SchedulerConfig

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import RequestError
-from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import ModelCard
 from penstock.core.types.load import LINK_VERSION, DeploymentLoads
 from penstock.core.wire import token_list
 from penstock.frontend.client_fields import SAME, ClientFields

@@ -17,7 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from penstock.frontend.gathered_histogram import GatheredHistogram
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
 from penstock.frontend.openai.answers import Usage
-from penstock.runtime.observations.request_recorder import RequestRecorder
+from penstock.runtime.observations import RequestRecorder
 from penstock.seams import RequestStream
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -14,7 +14,7 @@ import pydantic
 from penstock.core.config import Config, config_error, wrong
 from penstock.core.document import empty_section, parse_yaml
 from penstock.core.errors import ConfigError
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Location
 from penstock.graph.frontend import FrontendSpec
 from penstock.graph.kubernetes import KubernetesSpec
 from penstock.graph.overrides import Overrides

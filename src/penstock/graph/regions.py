@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pydantic
 
 from penstock.core.config import wrong
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Location
 from penstock.engine.openai.region.config import RegionConfig
 from penstock.engine.registry import LINK_ENGINE
 from penstock.graph.role import HardwareName, RoleSpec

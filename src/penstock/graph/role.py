@@ -9,8 +9,7 @@ import pydantic
 from penstock.core.config import Config, nearest, wrong
 from penstock.core.document import check_plain
 from penstock.core.errors import ConfigError
-from penstock.core.types.instances import Role
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Location, Role
 from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.mock.engine import MockConfig
 from penstock.engine.registry import check_engine_name, engine_kind, engine_names

@@ -8,7 +8,7 @@ import pydantic
 
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.runtime.config import BroadcastConfig, DiscoveryConfig
 from penstock.runtime.credentials import EVENTS_VARIABLE, REGISTRY_VARIABLE
 from penstock.runtime.tls import PlaneTlsConfig

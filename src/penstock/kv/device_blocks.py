@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.core.descriptors import MemoryKind
 from penstock.core.errors import ConfigError
-from penstock.core.types.kv.layout import BLOCK_FIRST, KvLayout
+from penstock.core.types.kv import BLOCK_FIRST, KvLayout
 from penstock.transfer.regions.buffers import region_of
 
 

@@ -9,7 +9,7 @@ from typing import Self
 import pydantic
 
 from penstock.core.config import Config, wrong
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Location
 
 
 class NetworkPath(Config):

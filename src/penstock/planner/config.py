@@ -7,7 +7,7 @@ import pydantic
 
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.core.types.instances import Role
 
 _WORKERS_MAX = 4096

@@ -23,7 +23,7 @@ from penstock.planner.estimate.worker_watts import WorkerWatts
 from penstock.planner.explain.record import DecisionRecord, Expected, RoleSeen, Seen
 from penstock.planner.observe.observation import Observation, WorkerView
 from penstock.planner.policy import Policy
-from penstock.runtime.observations.windows import Digest
+from penstock.runtime.observations import Digest
 from penstock.seams import ScalingConnector
 
 Observe = Callable[[float], Awaitable[Observation]]

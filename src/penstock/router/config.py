@@ -4,7 +4,7 @@ import pydantic
 
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Location
 from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.policy.policies import check_policy_name, make_policy
 from penstock.router.policy.session_affinity import SESSION_IDLE_S, SESSIONS_MAX

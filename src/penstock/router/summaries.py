@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.core.hashing import root_hash
-from penstock.core.types.cards import request_salt
-from penstock.core.types.kv.summary import PrefixSummary, blocks_per_chunk, pack_root
+from penstock.core.types.instances import request_salt
+from penstock.core.types.kv import PrefixSummary, blocks_per_chunk, pack_root
 from penstock.core.types.requests import Request
 from penstock.core.wire import unpack_hashes
 from penstock.router.config import PrefixSummaryConfig

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError, WorkerLost
+from penstock.core.framing import Challenge, check_proof, check_version, new_nonce, prove
 from penstock.core.hashing import DEFAULT_KEY, HASH_VERSION
 from penstock.core.ids import WorkerId
-from penstock.core.net.handshake import Challenge, check_proof, check_version, new_nonce, prove
 from penstock.core.wire import WIRE_VERSION, Wire
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+from penstock.core.channel import ChannelHandler, Codec, FrameChannel
 from penstock.core.errors import ErrorInfo, Overloaded, PenstockError, ProtocolError, Unavailable
-from penstock.core.net.address import Address
-from penstock.core.net.channel import ChannelHandler, Codec, FrameChannel
-from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX, Challenge
-from penstock.core.net.listening import Listener, dial, listen, remove_socket
+from penstock.core.framing import UNAUTHENTICATED_FRAME_BYTES_MAX, Challenge
+from penstock.core.listening import Address, Listener, dial, listen, remove_socket
 from penstock.runtime import handshake
 from penstock.runtime.tls import PlaneTls
 

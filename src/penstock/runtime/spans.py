@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from penstock.core.types.trace import TraceContext
+from penstock.core.types.requests import TraceContext
 
 Attributes = Mapping[str, str | int | float | bool]
 

@@ -7,9 +7,9 @@ from typing import Self
 
 import pydantic
 
+from penstock.core.certificates import CertificateFiles, handshake_in_memory, load_pair, reason
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.net.certificates import CertificateFiles, handshake_in_memory, load_pair, reason
 
 
 class PlaneTlsConfig(Config):

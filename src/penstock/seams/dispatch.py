@@ -5,13 +5,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
-from penstock.core.types.cards import CardFile, ModelCard
-from penstock.core.types.instances import Role
-from penstock.core.types.kv.actions import KvAction
-from penstock.core.types.kv.summary import PrefixSummary
+from penstock.core.types.instances import CardFile, ModelCard, Role
+from penstock.core.types.kv import KvAction, PrefixSummary
 from penstock.core.types.load import ModelLoad
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
-from penstock.core.types.requests import Delta, Request
+from penstock.core.types.requests import Delta, ExpandedPrompt, MediaPrompt, Request
 
 Hold = Callable[[], Awaitable[None]]
 """What a reader has to wait for before it takes more."""

@@ -5,11 +5,9 @@ from typing import Protocol, runtime_checkable
 
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.instances import EngineInfo, Role
-from penstock.core.types.kv.actions import KvAction, KvReport
-from penstock.core.types.load import WorkerLoad
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
-from penstock.core.types.requests import Request
-from penstock.core.types.steps import Step
+from penstock.core.types.kv import KvAction, KvReport
+from penstock.core.types.load import Step, WorkerLoad
+from penstock.core.types.requests import ExpandedPrompt, MediaPrompt, Request
 from penstock.core.wire import HashArray
 from penstock.seams.kv import KvLoad, KvNames, KvRun, KvSource
 

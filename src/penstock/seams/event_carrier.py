@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from penstock.core.ids import WorkerId
-from penstock.core.types.broadcast import RankNews
 from penstock.core.types.events import EventBatch, EventMessage
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import RankNews, WorkerLoad
 
 
 class BroadcastSink(Protocol):

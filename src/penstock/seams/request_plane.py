@@ -6,13 +6,11 @@ from typing import NamedTuple, Protocol
 
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage, Holder
-from penstock.core.types.instances import Instance
-from penstock.core.types.kv.actions import KvAction, KvReport
+from penstock.core.types.instances import Instance, WorkerChange
+from penstock.core.types.kv import KvAction, KvReport
 from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
-from penstock.core.types.requests import Delta, Prefetch, Request
+from penstock.core.types.requests import Delta, ExpandedPrompt, MediaPrompt, Prefetch, Request
 from penstock.core.wire import PackedTokens
 from penstock.seams.dispatch import DirectClient, DirectStream
 from penstock.seams.event_carrier import BroadcastSink

@@ -11,8 +11,7 @@ from penstock.core.config import Config
 from penstock.core.errors import ConfigError
 from penstock.core.ids import RequestId
 from penstock.core.native import native
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import ModelCard, Role
 from penstock.core.types.requests import Request
 from penstock.demo import MODEL_DIR
 from penstock.engine.scheduling.config import SchedulerConfig

@@ -22,7 +22,7 @@ from penstock.core.types.instances import Role
 from penstock.core.types.requests import Request, SamplingParams, SessionAction, SessionControl
 from penstock.core.wire import PackedHashes, PackedTokens, num_tokens
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.runtime.observations.request_recorder import RequestRecorder
+from penstock.runtime.observations import RequestRecorder
 from penstock.sim.counters import Counters
 from penstock.sim.deployment import SALT, Deployment
 from penstock.sim.loop.loop import run

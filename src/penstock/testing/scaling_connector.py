@@ -15,8 +15,7 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from penstock.core.errors import RequestError
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState, Scale
+from penstock.core.types.instances import Replica, ReplicaState, Role, Scale
 from penstock.seams import ScalingConnector
 from penstock.testing.loop import run_async
 

@@ -19,7 +19,7 @@ from penstock.core.errors import (
     TransferError,
     TransferRefused,
 )
-from penstock.core.types.kv.layout import KvLayout, RankLayout
+from penstock.core.types.kv import KvLayout, RankLayout
 from penstock.transfer.agent import TransferAgent
 from penstock.transfer.config import CopyConfig, StorageConfig, TransferConfig
 from penstock.transfer.regions.arena import Arena

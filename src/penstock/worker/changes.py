@@ -6,8 +6,7 @@ from typing import Any, assert_never
 
 from penstock.core.errors import EngineError, PenstockError, RequestError, Unavailable
 from penstock.core.log import get_logger
-from penstock.core.types.changes import BecomeRole, Sleep, WakeUp, WorkerChange
-from penstock.core.types.instances import InstanceState, Role
+from penstock.core.types.instances import BecomeRole, InstanceState, Role, Sleep, WakeUp, WorkerChange
 from penstock.seams import Answer, Engine, Sleeping
 from penstock.worker.engine_driver import EngineDriver
 from penstock.worker.registration import WorkerRegistration

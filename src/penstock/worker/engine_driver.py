@@ -8,7 +8,7 @@ from penstock.core import log
 from penstock.core.errors import ConfigError, EngineError, PenstockError, RequestError
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import EngineInfo, Role
-from penstock.core.types.kv.exchange import KvExchange
+from penstock.core.types.kv import KvExchange
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request
 from penstock.core.wire import num_tokens

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.core.log import get_logger
-from penstock.core.types.cards import CardFile
+from penstock.core.types.instances import CardFile
 
 _log = get_logger()
 

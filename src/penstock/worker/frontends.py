@@ -13,8 +13,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
-from penstock.core.types.broadcast import FrontendFigures, RankNews
-from penstock.core.types.load import RefusedFrontends, WorkerLoad
+from penstock.core.types.load import FrontendFigures, RankNews, RefusedFrontends, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import num_tokens
 from penstock.runtime import spans

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.core.ids import WorkerId
-from penstock.core.types.instances import Distance, Role
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Distance, Location, Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What operators do to the KV cache of a worker's engine."""
 
 from penstock.core.errors import PenstockError, RequestError
-from penstock.core.types.kv.actions import KvAction, KvReport
+from penstock.core.types.kv import KvAction, KvReport
 from penstock.seams import Engine, KvManaged
 
 

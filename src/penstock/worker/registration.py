@@ -7,8 +7,7 @@ import msgspec
 
 from penstock.core.errors import ConfigError, Overloaded, PenstockError, Unavailable, WorkerLost
 from penstock.core.log import get_logger
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import EngineInfo, Instance, InstanceState
+from penstock.core.types.instances import EngineInfo, Instance, InstanceState, ModelCard
 from penstock.seams import Discovery, Registration
 from penstock.worker.config import WorkerConfig
 from penstock.worker.engine_driver import EngineDriver

@@ -10,7 +10,7 @@ import msgspec
 from penstock.core.errors import ConfigError
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
-from penstock.core.types.steps import Step
+from penstock.core.types.load import Step
 from penstock.core.wire import Wire, num_tokens
 
 _log = get_logger()

@@ -24,17 +24,13 @@ from penstock.core.errors import (
     WorkerLost,
 )
 from penstock.core.ids import RequestId
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import AllBlocksCleared
-from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
-from penstock.core.types.kv.actions import KvAction
-from penstock.core.types.media import MediaPrompt
-from penstock.core.types.requests import Delta, Prefetch, Request
-from penstock.core.types.steps import Step
-from penstock.runtime.events.publishers import EventPublishers
-from penstock.runtime.observations.windows import WorkerWindow
-from penstock.runtime.observations.worker_recorder import WorkerRecorder
+from penstock.core.types.instances import EngineInfo, Instance, ModelCard, Prices, Role, WorkerChange
+from penstock.core.types.kv import KvAction
+from penstock.core.types.load import Step
+from penstock.core.types.requests import Delta, MediaPrompt, Prefetch, Request
+from penstock.runtime.events.publisher import EventPublishers
+from penstock.runtime.observations import WorkerRecorder, WorkerWindow
 from penstock.seams import (
     Answer,
     BroadcastSink,

@@ -7,7 +7,7 @@ import socket
 import psutil
 import pytest
 
-from penstock.runtime.discovery.hub import LocalHub
+from penstock.runtime.discovery.local import LocalHub
 from tests.support.given_by import given_by
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,7 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from penstock.core.net.address import Address
-from penstock.core.net.listening import Listener, listen
+from penstock.core.listening import Address, Listener, listen
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
 
 

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState, Role
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
 from tests.support.host import until

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState, Scale
+from penstock.core.types.instances import ReplicaState, Role, Scale
 from penstock.seams import ScalingConnector
 
 COMMAND = [sys.executable, "-m", "penstock"]

@@ -13,9 +13,7 @@ from prometheus_client import CollectorRegistry
 from penstock.deploy.operator.definitions import GRAPHS, ROLES, definitions
 from penstock.deploy.operator.leading.claim import CLAIM
 from penstock.deploy.operator.operator import Operator
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import KubernetesClient, Resource
-from penstock.runtime.kubernetes.reflector import Pace
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient, Pace, Resource
 from penstock.testing.loop import run_async
 from tests.support.kubernetes.api_server import ApiServer
 from tests.support.kubernetes.cluster import Cluster

@@ -9,7 +9,7 @@ import pytest
 from penstock.deploy.hosts.roles import ROLES
 from penstock.deploy.operator.cache import DEPLOYMENTS, KEPT
 from penstock.deploy.operator.definitions import GRAPHS
-from penstock.runtime.kubernetes.client import KubernetesError
+from penstock.runtime.kubernetes import KubernetesError
 from tests.e2e.kubernetes.conftest import DEFINITIONS, PAIR
 from tests.e2e.kubernetes.test_leadership import take_lead
 from tests.support.given_by import given_by

@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from penstock.core.errors import RequestError, Unavailable
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState, Role
 from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
 from penstock.deploy.hosts.planner_server import PlannerServer
 from penstock.deploy.hosts.roles import ROLES

@@ -13,8 +13,7 @@ import aiohttp
 import psutil
 
 from penstock.core.errors import PenstockError
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState, Scale
+from penstock.core.types.instances import ReplicaState, Role, Scale
 from penstock.deploy.control.local_connector import LocalConnector
 from tests.support.streams import MODEL
 

@@ -6,8 +6,7 @@ import signal
 
 import pytest
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState, Role
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
 from tests.e2e.helpers.planned import command, run, until

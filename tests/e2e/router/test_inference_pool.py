@@ -9,9 +9,7 @@ from typing import Any
 
 from penstock.frontend.endpoint_picker.pool import PODS, POOLS, PoolServers
 from penstock.router.service.routing_service import RoutingService
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import KubernetesClient
-from penstock.runtime.kubernetes.reflector import Pace
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient, Pace
 from tests.support.kubernetes.api_server import ApiServer
 
 LIMIT_S = 60.0

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.core.errors import RequestError, Unavailable
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState, Role
 from penstock.deploy.messages import Ready
 from penstock.sim.loop.loop import SimLoop
 from tests.support.scripted_pool import PoolScene, ScriptedProcess

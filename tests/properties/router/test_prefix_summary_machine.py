@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.core.errors import ProtocolError
 from penstock.core.types.events import EventSnapshot
-from penstock.core.types.kv.summary import PrefixSummary, blocks_per_chunk, chunk_hashes
+from penstock.core.types.kv import PrefixSummary, blocks_per_chunk, chunk_hashes
 from penstock.core.wire import unpack_hashes
 from penstock.engine.openai.prefixes.advertised import EXPIRES_S, AdvertisedPrefixes
 from penstock.router.config import PrefixSummaryConfig

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import EngineInfo, Instance, InstanceState, Role
+from penstock.core.types.instances import EngineInfo, Instance, InstanceState, ModelCard, Role
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.workers.member import Condition, Member, identity
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.core.types.kv.layout import DIMENSIONS, KvLayout, RankLayout
+from penstock.core.types.kv import DIMENSIONS, KvLayout, RankLayout
 from penstock.core.wire import encode
 from penstock.transfer import reshard
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import msgspec
 
-from penstock.core.net.framing import Pong
+from penstock.core.framing import Pong
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.core.wire import NO_TOKENS
 from penstock.engine.scheduling.scheduler import Scheduler

@@ -22,7 +22,7 @@ from penstock.core.errors import (
 )
 from penstock.core.hashing import block_hashes
 from penstock.core.types.instances import InstanceState, Role
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvLayout
 from penstock.core.wire import unpack_tokens
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.scheduling.partial_blocks import PartialBlocks

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from penstock.core.errors import RequestError
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState, Role
 from penstock.planner.act.actor import Actor
 from penstock.planner.act.start_backoff import StartBackoff
 from penstock.planner.act.worker_changes import TimedChanges

@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState, Role
 from penstock.graph import build
 from penstock.planner.act.actor import Actor
 from penstock.planner.damp.damper import Damper

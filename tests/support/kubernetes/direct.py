@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 from typing import Self
 
 from penstock.core.errors import Unavailable
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import (
+from penstock.runtime.kubernetes import (
+    KubernetesAccess,
     KubernetesClient,
     KubernetesError,
     Listing,

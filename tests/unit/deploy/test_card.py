@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import ModelCard
 from penstock.deploy.card import make_card, open_checkpoint
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.graph import Graph, RoleSpec

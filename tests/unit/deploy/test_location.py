@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Location
 from penstock.deploy.location import location_here
 from penstock.graph import build
 

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.instances import Role
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Location, Role
 from penstock.demo import MODEL_DIR
 from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
 from penstock.graph.engine_prices import engine_prices, make_roofline

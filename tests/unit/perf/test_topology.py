@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Location
 from penstock.perf.topology import RegionPair, Topology
 
 names = st.sampled_from(["", "a", "b"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.core.types.trace import TraceContext
+from penstock.core.types.requests import TraceContext
 from penstock.runtime import spans
 
 PARENT = TraceContext(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from penstock.core.types.cards import CardFile
+from penstock.core.types.instances import CardFile
 from penstock.worker.files import ModelFiles
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.ids import RequestId
+from penstock.core.types.load import Step
 from penstock.core.types.requests import Delta, FinishReason
-from penstock.core.types.steps import Step
 from penstock.core.wire import pack_tokens
 from penstock.worker.step_log import StepLog, read_steps
 

@@ -47,7 +47,7 @@ def _run(options: argparse.Namespace) -> int:
     from penstock.deploy.manifests.yaml_text import dump_all  # noqa: PLC0415
     from penstock.deploy.operator.definitions import definitions  # noqa: PLC0415
     from penstock.deploy.operator.operator import run_operator  # noqa: PLC0415
-    from penstock.runtime.kubernetes.access import KubernetesAccess  # noqa: PLC0415
+    from penstock.runtime.kubernetes import KubernetesAccess  # noqa: PLC0415
 
     if options.crds:
         print(dump_all(definitions()), end="")  # noqa: T201

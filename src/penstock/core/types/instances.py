@@ -1,14 +1,76 @@
 """A worker's registration: its role, its engine, its prices, and the changes that discovery reports."""
 
 from enum import StrEnum
+from typing import Self
 
+import msgspec
+import pydantic
+
+from penstock.core.config import Config, wrong
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import ModelCard
 from penstock.core.types.events import Holder
-from penstock.core.types.kv.exchange import KvExchange
-from penstock.core.types.kv.layout import KvLayout
-from penstock.core.types.media import MediaKind
+from penstock.core.types.kv import KvExchange, KvLayout
+from penstock.core.types.requests import MediaKind
 from penstock.core.wire import Wire
+
+CHAT_TEMPLATE = "chat_template.jinja"
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", CHAT_TEMPLATE, "chat_template.json")
+ADDITIONAL_TEMPLATES = "additional_chat_templates/"
+"""Folder of a model's chat templates for other uses, each NAME.jinja."""
+
+
+class CardFile(Wire, frozen=True):
+    """A file of a model card, fetched from any worker of the model by its content hash."""
+
+    name: str
+    sha256: str
+    size_bytes: int
+
+    @property
+    def makes_text(self) -> bool:
+        """Whether the model's prompts and the texts of its answers depend on the file."""
+        return self.name in TEXT_FILES or self.name.startswith(ADDITIONAL_TEMPLATES)
+
+
+class ModelCard(Wire, frozen=True):
+    """What a frontend on another host needs to serve a model; the files come over the request plane.
+
+    Attributes:
+        salt: start of every block-hash chain: model revision and KV dtype.
+        default_sampling: the model's own (name, value) defaults, such as temperature.
+        parent: base model of a LoRA adapter; None for a base model.
+        media: what its engine takes besides text.
+    """
+
+    name: str
+    context_length: int
+    block_size: int
+    salt: bytes
+    eos_token_ids: tuple[int, ...] = ()
+    files: tuple[CardFile, ...] = ()
+    created_s: int = 0
+    default_sampling: tuple[tuple[str, float], ...] = ()
+    parent: str | None = None
+    media: tuple[MediaKind, ...] = ()
+
+    def adapted(self, adapter: str) -> "ModelCard":
+        """Make the card of a LoRA adapter of this model. Its KV differs, so its `salt` differs too."""
+        name = adapter.encode()
+        salt = self.salt + b"|adapter=%d:" % len(name) + name
+        return msgspec.structs.replace(self, name=adapter, parent=self.name, salt=salt)
+
+    def salted(self, cache_salt: str) -> "ModelCard":
+        """Make the card for requests of one tenant, which share no KV with others; a client's own `cache_salt` comes after it."""
+        return msgspec.structs.replace(self, salt=request_salt(self.salt, cache_salt))
+
+
+CLIENT_SALT = b"|cache_salt="
+"""Stands before the client's `cache_salt` in `Request.salt`."""
+
+
+def request_salt(card_salt: bytes, cache_salt: str | None) -> bytes:
+    """Combine a card's salt with a request's `cache_salt`: requests with different salts share no blocks."""
+    return card_salt if cache_salt is None else card_salt + CLIENT_SALT + cache_salt.encode()
 
 
 class Role(StrEnum):
@@ -175,3 +237,140 @@ class WatchSynced(Wire, frozen=True, tag="synced"):
 
 
 InstanceChange = InstancePut | InstanceRemoved | WatchSynced
+
+
+LABEL_LENGTH_MAX = 253
+"""As of a name of DNS."""
+
+
+def label_problem(name: str, *, is_host: bool) -> str:
+    """Say why a label cannot be used; empty if it can. Workers are named `worker-1@HOST`, so a host has no '@'."""
+    if len(name) > LABEL_LENGTH_MAX or not name.isprintable() or (is_host and "@" in name):
+        without = " without '@'" if is_host else ""
+        return f"must be a printable name of up to {LABEL_LENGTH_MAX} characters{without}, got {name[:80]!r}"
+    return ""
+
+
+class Location(Config):
+    """A host and its rack, zone and region; an empty label counts as equal to the other side's."""
+
+    host: str = ""
+    """The machine."""
+    rack: str = ""
+    """Machines behind one switch."""
+    zone: str = ""
+    """Racks in one building or campus."""
+    region: str = ""
+    """Zones with fast links between them."""
+
+    @pydantic.field_validator("host", "rack", "zone", "region")
+    @classmethod
+    def _check_label(cls, name: str, field: pydantic.ValidationInfo) -> str:
+        if problem := label_problem(name, is_host=field.field_name == "host"):
+            raise wrong(problem)
+        return name
+
+    @classmethod
+    def of(cls, instance: Instance) -> Self:
+        """Return the location that a worker has registered."""
+        return cls(host=instance.host, rack=instance.rack, zone=instance.zone, region=instance.region)
+
+
+class ReplicaState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    FLIPPING = "flipping"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Replica(Wire, frozen=True):
+    """One worker.
+
+    Attributes:
+        role: the role that it has, or gets where it is flipping.
+        phase: what it does while it is no worker that serves, such as `loads the engine`.
+        age_s: seconds since its process began to start, or since it was ready.
+        devices: indices of its devices on its machine.
+        core: the CPU core of its engine; None without one of its own.
+        template: the same of workers that were started with the same settings and model.
+    """
+
+    name: str
+    role: Role
+    state: ReplicaState
+    phase: str = ""
+    age_s: float = 0.0
+    devices: tuple[int, ...] = ()
+    core: int | None = None
+    template: str = ""
+
+
+class RoleLimit(Wire, frozen=True):
+    """How many more workers a role may get.
+
+    Attributes:
+        room: workers that may be added now; None is no known limit.
+        why: what limits them, with the fix.
+        start_s: seconds that the last start of such a worker took; None before the first.
+        owner: who else decides how many workers the role has, such as an autoscaler; empty is nobody.
+    """
+
+    role: Role
+    room: int | None = None
+    why: str = ""
+    start_s: float | None = None
+    owner: str = ""
+
+
+class Scale(Wire, frozen=True):
+    """The workers of a deployment at one moment.
+
+    Attributes:
+        sequence: grows with every change of a replica's state.
+        revision: grows with every accepted `add`, `retire` and `flip`. A caller that gives the revision it has seen is
+            refused if somebody else was faster.
+        changed_by: who asked for the last of them; empty is the graph.
+        replicas: in the order of their names; those that drain included.
+        held: why no worker may leave or change its role now; empty where they may.
+    """
+
+    sequence: int
+    revision: int
+    changed_by: str = ""
+    replicas: tuple[Replica, ...] = ()
+    limits: tuple[RoleLimit, ...] = ()
+    held: str = ""
+
+    def of(self, role: Role) -> tuple[Replica, ...]:
+        """Give the workers that have or get a role, without those that drain."""
+        return tuple(
+            replica
+            for replica in self.replicas
+            if replica.role is role and replica.state is not ReplicaState.DRAINING
+        )
+
+    def to_retire(self, role: Role, count: int) -> tuple[str, ...]:
+        """Choose `count` workers of a role whose end costs least: failed, then starting, then the newest."""
+        order = {ReplicaState.FAILED: 0, ReplicaState.STARTING: 1}
+        chosen = sorted(self.of(role), key=lambda replica: (order.get(replica.state, 2), replica.age_s))
+        return tuple(replica.name for replica in chosen[:count])
+
+
+class BecomeRole(Wire, frozen=True, tag="role"):
+    """Finish current requests, then register with another role."""
+
+    role: Role
+
+
+class Sleep(Wire, frozen=True, tag="sleep"):
+    """Finish current requests, then give up the engine's memory. `level` is vLLM's: 1 keeps the weights in host memory, 2 drops them."""
+
+    level: int
+
+
+class WakeUp(Wire, frozen=True, tag="wake_up"):
+    """Take the memory again, and requests."""
+
+
+WorkerChange = BecomeRole | Sleep | WakeUp

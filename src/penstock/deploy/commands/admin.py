@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.core.errors import RequestError, Unavailable
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE, admin_token_path, load_admin_token
 from penstock.frontend.tenants.key_file import API_KEY_VARIABLE

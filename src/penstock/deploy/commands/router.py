@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.core.config import wrong
 from penstock.core.errors import ConfigError
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.core.types.instances import Role
 from penstock.deploy.commands.serve import say
 from penstock.deploy.location import location_here
@@ -32,8 +32,7 @@ from penstock.frontend.tenants.tenants import Tenants
 from penstock.router.config import DisaggConfig
 from penstock.router.service.routing_service import RoutingService
 from penstock.router.service.servers import ANY_LENGTH
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import KubernetesClient
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient
 
 _KUBERNETES_TIMEOUT_S = 10.0
 

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState, Scale
+from penstock.core.types.instances import Replica, ReplicaState, Role, Scale
 from penstock.deploy.control.deployments import find_deployment
 from penstock.planner.observe.observation import Observation
 from penstock.seams import ScalingConnector

@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.core.errors import Overloaded, ProtocolError, Unavailable, from_info
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Scale
+from penstock.core.types.instances import Role, Scale
 from penstock.deploy.control.messages import (
     CONTROL_VERSION,
     LINE_BYTES_MAX,

@@ -7,8 +7,7 @@ changes nothing.
 import msgspec
 
 from penstock.core.errors import ErrorInfo
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState, Scale
+from penstock.core.types.instances import Replica, ReplicaState, Role, Scale
 from penstock.core.wire import Wire
 from penstock.planner.observe.observation import Observation
 

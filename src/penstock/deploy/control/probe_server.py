@@ -8,7 +8,7 @@ from typing import Self
 import msgspec
 
 from penstock.core.errors import ConfigError
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 
 _CALLERS_MAX = 64
 _REQUEST_BYTES_MAX = 8 << 10

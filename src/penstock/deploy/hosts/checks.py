@@ -1,8 +1,7 @@
 """What may be done with the workers of several hosts, by how all of them are."""
 
 from penstock.core.errors import RequestError
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState, Scale
+from penstock.core.types.instances import Replica, ReplicaState, Role, Scale
 
 
 def find(scale: Scale, name: str) -> Replica:

@@ -11,8 +11,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError, RequestError, Unavailable
 from penstock.core.log import get_logger
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState, RoleLimit, Scale
+from penstock.core.types.instances import Replica, ReplicaState, Role, RoleLimit, Scale
 from penstock.deploy.hosts.checks import check_serving, conflict, find, ready_roles
 from penstock.deploy.hosts.host import Host
 

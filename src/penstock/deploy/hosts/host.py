@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Scale
+from penstock.core.types.instances import Role, Scale
 
 
 class Host(Protocol):

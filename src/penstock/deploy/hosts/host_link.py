@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Self
 
 from penstock.core.errors import PenstockError, ProtocolError, RequestError
+from penstock.core.listening import Address
 from penstock.core.log import get_logger
-from penstock.core.net.address import Address
-from penstock.core.types.scaling import Scale
+from penstock.core.types.instances import Scale
 from penstock.deploy.control.messages import Add, Flip, Retire
 from penstock.deploy.hosts.host import Host
 from penstock.deploy.hosts.messages import (
@@ -26,7 +26,7 @@ from penstock.deploy.hosts.messages import (
 )
 from penstock.deploy.messages import Planned
 from penstock.runtime.handshake import Identity
-from penstock.runtime.observations.windows import Window
+from penstock.runtime.observations import Window
 from penstock.runtime.session import ClientSession
 from penstock.runtime.tls import PlaneTls
 

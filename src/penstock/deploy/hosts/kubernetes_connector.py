@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from penstock.core.errors import RequestError, Unavailable
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState, RoleLimit, Scale
+from penstock.core.types.instances import Replica, ReplicaState, Role, RoleLimit, Scale
 from penstock.deploy.hosts.checks import check_serving, conflict, find, ready_roles
 from penstock.deploy.hosts.host import Host
 from penstock.deploy.hosts.role_slots import Pod, RoleSlots, Slot, Write
 from penstock.deploy.hosts.roles import ROLES
-from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object
+from penstock.runtime.kubernetes import KubernetesClient, KubernetesError, Object
 
 _WAIT_S_MAX = 20.0
 _POLL_S = 0.5

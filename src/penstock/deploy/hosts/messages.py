@@ -1,15 +1,13 @@
 """Messages between the supervisor that has the planner and those of other hosts."""
 
 from penstock.core.errors import ErrorInfo
-from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
-from penstock.core.net.handshake import Challenge
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Scale
+from penstock.core.framing import Challenge, FrameCodec, Goodbye, Ping, Pong
+from penstock.core.types.instances import Role, Scale
 from penstock.core.wire import Wire
 from penstock.deploy.control.messages import Add, Flip, Retire
 from penstock.deploy.messages import Planned
 from penstock.runtime.handshake import Hello, HelloReply
-from penstock.runtime.observations.windows import Window
+from penstock.runtime.observations import Window
 from penstock.runtime.session import SessionProtocol
 
 SILENT_S = 10.0

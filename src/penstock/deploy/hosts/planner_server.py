@@ -8,13 +8,11 @@ from typing import Self
 
 import msgspec
 
+from penstock.core.channel import FrameChannel
 from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError, Unavailable, from_info
+from penstock.core.listening import Address
 from penstock.core.log import get_logger
-from penstock.core.net.address import Address
-from penstock.core.net.channel import FrameChannel
-from penstock.core.types.instances import Role
-from penstock.core.types.location import label_problem
-from penstock.core.types.scaling import ReplicaState, Scale
+from penstock.core.types.instances import ReplicaState, Role, Scale, label_problem
 from penstock.deploy.control.messages import Add, Flip, Retire
 from penstock.deploy.hosts.host import Hosts
 from penstock.deploy.hosts.messages import PROTOCOL, Done, Message, Order, RoundTold, Seen, State, Taken

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock.core.log import get_logger
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState, Scale
+from penstock.core.types.instances import Replica, ReplicaState, Role, Scale
 from penstock.deploy.hosts.host import Host
-from penstock.runtime.kubernetes.client import Object
+from penstock.runtime.kubernetes import Object
 
 _log = get_logger()
 

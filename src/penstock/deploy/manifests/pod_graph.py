@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.deploy.card import refuse_shape
 from penstock.deploy.manifests.options import GRAPH_PATH, RenderOptions
 from penstock.deploy.manifests.paths import lost_paths

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from penstock.core.errors import ConfigError
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.deploy.card import refuse_shape
 from penstock.deploy.drain import frontend_drain_s, worker_drain_s
 from penstock.deploy.manifests.options import RenderOptions

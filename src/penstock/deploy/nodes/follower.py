@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import ProtocolError, Unavailable, from_info
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.deploy.nodes.messages import PROTOCOL, Join, Joined, Leaving, Message, Start
 from penstock.runtime.handshake import Identity
 from penstock.runtime.session import ClientSession

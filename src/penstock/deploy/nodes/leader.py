@@ -7,8 +7,8 @@ from typing import Any, Self
 import msgspec
 
 from penstock.core.errors import ConfigError, ErrorInfo, PenstockError, ProtocolError, Unavailable
+from penstock.core.listening import Address
 from penstock.core.log import get_logger
-from penstock.core.net.address import Address
 from penstock.deploy.nodes.messages import PROTOCOL, Join, Joined, Leaving, Message, Start
 from penstock.runtime.handshake import Identity
 from penstock.runtime.session import ServerSession, SessionServer

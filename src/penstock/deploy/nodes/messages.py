@@ -1,8 +1,7 @@
 """Messages between the leader (node 0) of a worker over several nodes and its followers."""
 
 from penstock.core.errors import ErrorInfo
-from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
-from penstock.core.net.handshake import Challenge
+from penstock.core.framing import Challenge, FrameCodec, Goodbye, Ping, Pong
 from penstock.core.wire import Wire
 from penstock.runtime.handshake import Hello, HelloReply
 from penstock.runtime.session import SessionProtocol

@@ -9,8 +9,7 @@ from penstock.core.log import get_logger
 from penstock.deploy.hosts.roles import ROLES
 from penstock.deploy.manifests.kubernetes.leader_worker_set import KIND as LEADER_WORKER_SET
 from penstock.deploy.operator.definitions import GRAPHS
-from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object, Resource
-from penstock.runtime.kubernetes.reflector import Pace, Reflector
+from penstock.runtime.kubernetes import KubernetesClient, KubernetesError, Object, Pace, Reflector, Resource
 
 DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
 STATEFUL_SETS = Resource("apps", "v1", "statefulsets", "StatefulSet")

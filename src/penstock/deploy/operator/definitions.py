@@ -9,7 +9,7 @@ from penstock.deploy.hosts.roles import GROUP, ROLES, VERSION
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.operator.schema import Schema, structural_schema
 from penstock.graph import Graph
-from penstock.runtime.kubernetes.client import Object, Resource
+from penstock.runtime.kubernetes import Object, Resource
 
 GRAPHS = Resource(GROUP, VERSION, "penstockgraphs", "PenstockGraph")
 _TEXT: Schema = {"type": "string"}

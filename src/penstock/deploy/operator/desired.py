@@ -16,7 +16,7 @@ from penstock.deploy.operator.cache import GRAPH_LABEL, part_name
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.deploy.supervisor.local_part import PLANNER
 from penstock.graph import Graph, RoleSpec
-from penstock.runtime.kubernetes.client import Object
+from penstock.runtime.kubernetes import Object
 
 
 @dataclass(frozen=True, slots=True)

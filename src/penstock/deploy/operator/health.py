@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND
-from penstock.runtime.kubernetes.client import Object
+from penstock.runtime.kubernetes import Object
 
 _IMAGE = {"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _CONFIG = {"CreateContainerConfigError", "CreateContainerError"}

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from penstock.core.errors import ConfigError
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 
 
 class OperatorHttp:

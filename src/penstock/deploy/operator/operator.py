@@ -19,9 +19,7 @@ from penstock.deploy.operator.leading.leadership import Leadership
 from penstock.deploy.operator.metrics import OperatorMetrics
 from penstock.deploy.operator.reconciler import Reconciler
 from penstock.deploy.operator.work_queue import WorkQueue
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import KubernetesClient
-from penstock.runtime.kubernetes.reflector import Pace
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient, Pace
 
 _CALL_S = 10.0
 _RESYNC_S = 600.0

@@ -30,7 +30,7 @@ from penstock.deploy.operator.desired import Desired, digest_of
 from penstock.deploy.operator.health import Part, part_of, serves
 from penstock.deploy.operator.status import Conditions, graph_status, write_graph_status, write_role_status
 from penstock.graph import RoleSpec
-from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object, Resource
+from penstock.runtime.kubernetes import KubernetesClient, KubernetesError, Object, Resource
 
 MANAGER = "penstock-operator"
 NUMBER = "penstock.dev/graph-replicas"

@@ -8,7 +8,7 @@ from penstock.deploy.hosts.roles import ROLES
 from penstock.deploy.operator.cache import Copy
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.deploy.operator.health import Part, conditions_of
-from penstock.runtime.kubernetes.client import KubernetesClient, Object
+from penstock.runtime.kubernetes import KubernetesClient, Object
 
 Conditions = dict[str, tuple[bool, str, str]]
 _MESSAGE_CHARACTERS_MAX = 2000

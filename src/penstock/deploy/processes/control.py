@@ -19,7 +19,7 @@ from penstock.deploy.messages import (
     ProcessFailed,
     Report,
 )
-from penstock.runtime.observations.windows import Window
+from penstock.runtime.observations import Window
 
 _RECEIVE_BYTES = 65536
 _UNSENT_BYTES_MAX = 1 << 20

@@ -26,8 +26,7 @@ from penstock.frontend.tenants.tenants import Tenants
 from penstock.graph import Graph
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.runtime.handshake import Identity
-from penstock.runtime.observations.request_recorder import RequestRecorder
-from penstock.runtime.observations.windows import RequestWindow
+from penstock.runtime.observations import RequestRecorder, RequestWindow
 
 GC_THRESHOLDS = (10_000, 20, 20)
 """Python's own first threshold of 700 objects has the collector look at the objects of all requests in flight every second request: 4 % of

@@ -8,7 +8,7 @@ from typing import Any
 from penstock import __version__
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError
-from penstock.core.types.trace import TraceContext
+from penstock.core.types.requests import TraceContext
 from penstock.runtime import spans
 from penstock.runtime.config import TracingConfig
 

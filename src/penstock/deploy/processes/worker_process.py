@@ -11,12 +11,10 @@ import msgspec
 from pydantic import SecretStr
 
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.listening import Address
 from penstock.core.log import get_logger
-from penstock.core.net.address import Address
-from penstock.core.types.changes import BecomeRole
-from penstock.core.types.instances import Distance, Prices, Role
-from penstock.core.types.kv.actions import KvReport
-from penstock.core.types.location import Location
+from penstock.core.types.instances import BecomeRole, Distance, Location, Prices, Role
+from penstock.core.types.kv import KvReport
 from penstock.deploy.location import location_here
 from penstock.deploy.messages import (
     Assignment,
@@ -44,7 +42,7 @@ from penstock.graph import Graph, RoleSpec
 from penstock.graph.engine_prices import engine_prices
 from penstock.graph.regions import link_role
 from penstock.runtime.handshake import Identity
-from penstock.runtime.observations.gpu_meter import GpuMeter, gpu_names
+from penstock.runtime.observations import GpuMeter, gpu_names
 from penstock.seams import Engine
 from penstock.transfer import TransferAgent
 from penstock.transfer.tls import TlsConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from penstock.core.errors import ConfigError
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.deploy.location import location_here
 from penstock.deploy.messages import Common
 from penstock.deploy.planes import Planes
@@ -19,9 +19,9 @@ from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
 from penstock.deploy.supervisor.watchdog import tick_s
 from penstock.graph import Graph
 from penstock.graph.runtime import RuntimeSpec
-from penstock.runtime.discovery.hub import LocalHub
+from penstock.runtime.discovery.local import LocalHub
 from penstock.runtime.handshake import Identity
-from penstock.runtime.kubernetes.access import KubernetesAccess
+from penstock.runtime.kubernetes import KubernetesAccess
 from penstock.runtime.tls import PlaneTls
 
 _RESOLVE_S = 10.0

@@ -52,8 +52,8 @@ from penstock.frontend.tenants.key_file import API_KEY_VARIABLE, read_tenants
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import say_empty, say_small_kv
 from penstock.planner.observe.stream import ObservationStream
-from penstock.runtime.discovery.hub import LocalHub
-from penstock.runtime.observations.windows import Window
+from penstock.runtime.discovery.local import LocalHub
+from penstock.runtime.observations import Window
 
 Say = Callable[[str, str, str], None]
 Start = Callable[[Assignment], Awaitable[Child]]

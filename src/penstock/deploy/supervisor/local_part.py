@@ -6,8 +6,7 @@ from typing import Self
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import ModelCard, Role
 from penstock.engine.registry import engine_kind
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import check_counts

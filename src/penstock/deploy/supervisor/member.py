@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState
 from penstock.deploy.messages import (
     Assignment,
     Beat,
@@ -27,7 +27,7 @@ from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
 from penstock.deploy.supervisor.watchdog import CLOSE_TIMEOUT, Watchdog
 from penstock.graph import Supervision
-from penstock.runtime.observations.windows import Window
+from penstock.runtime.observations import Window
 
 _LAST_WORDS_S = (
     1.0  # a dead child's reports are already in the socket; a process it forked may hold the socket open

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Location
 from penstock.deploy.hosts.connector import HostsConnector
 from penstock.deploy.hosts.host_link import HostLink
 from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
@@ -18,9 +18,8 @@ from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
 from penstock.graph import Graph
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.handshake import Identity
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import KubernetesClient
-from penstock.runtime.observations.windows import Window
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient
+from penstock.runtime.observations import Window
 from penstock.runtime.tls import PlaneTls
 from penstock.seams import ScalingConnector
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.listening import PROBE_S, PROBES
 from penstock.core.log import get_logger
-from penstock.core.net.keepalive import PROBE_S, PROBES
 from penstock.core.types.events import KvEvent
 from penstock.engine.kv_events.engine_events import Omission, Omissions
 from penstock.engine.kv_events.reader import EventReader

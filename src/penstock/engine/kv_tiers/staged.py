@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from penstock.core.types.kv.layout import BLOCK_FIRST, KvLayout, RankLayout
+from penstock.core.types.kv import BLOCK_FIRST, KvLayout, RankLayout
 from penstock.engine.kv_tiers.config import KvConfig
 from penstock.engine.kv_tiers.maker import tier_maker
 from penstock.engine.kv_tiers.size import TierSize

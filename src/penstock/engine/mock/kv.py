@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import EngineError
-from penstock.core.types.kv.layout import KvLayout, RankLayout
+from penstock.core.types.kv import KvLayout, RankLayout
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.sequences import SequenceTable, StepPlan
 

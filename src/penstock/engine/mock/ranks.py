@@ -8,9 +8,8 @@ from msgspec.structs import replace
 
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Request
-from penstock.core.types.steps import Step
 from penstock.engine.mock.engine import MockEngine
 
 

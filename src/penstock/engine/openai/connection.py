@@ -20,7 +20,7 @@ from penstock.core.errors import (
     Unavailable,
     WrongServerError,
 )
-from penstock.core.net.keepalive import keepalive_socket
+from penstock.core.listening import keepalive_socket
 from penstock.engine.openai.config import LimitsConfig
 
 _ERROR_CHARACTERS_MAX = 500

@@ -21,9 +21,8 @@ from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.core.types.steps import Step
 from penstock.core.wire import num_tokens, unpack_tokens
 from penstock.engine.kv_events.subscriber import KvEventSubscriber, Publish
 from penstock.engine.kv_events.translator import check_block_size

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from penstock.core.hashing import DEFAULT_KEY
-from penstock.core.types.cards import ModelCard, request_salt
+from penstock.core.types.instances import ModelCard, request_salt
 from penstock.engine.kv_events.subscriber import KvEventSubscriber, Publish, PublisherAddress
 from penstock.engine.kv_events.translator import SaltOf
 from penstock.engine.openai.config import ServerConfig

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import root_hash
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import Role
-from penstock.core.types.kv.summary import pack_root
+from penstock.core.types.instances import ModelCard, Role
+from penstock.core.types.kv import pack_root
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.engine import ServerEngine, Serving
 from penstock.engine.openai.events import followed

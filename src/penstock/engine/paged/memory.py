@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.core.errors import ConfigError, TransferError
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvLayout
 from penstock.transfer import Arena
 from penstock.transfer.regions import free_memory
 

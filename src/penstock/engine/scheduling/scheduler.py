@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.instances import Role
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.core.types.steps import Step
 from penstock.engine.scheduling.admission import Admission
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.config import SchedulerConfig

@@ -13,9 +13,8 @@ from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import RequestId
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, KvHandle, Request, TokenLogprob
-from penstock.core.types.steps import Step
 from penstock.core.wire import pack_tokens
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.engine.streams.backend import Backend, Call, Output

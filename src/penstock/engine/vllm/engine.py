@@ -13,10 +13,8 @@ from penstock.core.ids import RequestId
 from penstock.core.log import cause, get_logger
 from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.load import WorkerLoad
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
-from penstock.core.types.requests import Delta, Request
-from penstock.core.types.steps import Step
+from penstock.core.types.load import Step, WorkerLoad
+from penstock.core.types.requests import Delta, ExpandedPrompt, MediaPrompt, Request
 from penstock.engine.launch_host import ThisHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.engine_launch import engine_launch

@@ -5,8 +5,14 @@ from collections import defaultdict
 from typing import Any
 
 from penstock.core.errors import EngineError, PenstockError, RequestError
-from penstock.core.types.media import MODALITIES, ExpandedPrompt, MediaItem, MediaKind, MediaPrompt
-from penstock.core.types.requests import Request
+from penstock.core.types.requests import (
+    MODALITIES,
+    ExpandedPrompt,
+    MediaItem,
+    MediaKind,
+    MediaPrompt,
+    Request,
+)
 from penstock.core.wire import pack_tokens, token_list
 
 _ITEMS_MAX = 256

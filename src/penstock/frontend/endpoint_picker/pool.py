@@ -11,8 +11,7 @@ from penstock.core.log import get_logger
 from penstock.core.types.instances import InstanceState
 from penstock.router.service.gateway import Server
 from penstock.router.service.routing_service import RoutingService
-from penstock.runtime.kubernetes.client import KubernetesClient, Object, Resource
-from penstock.runtime.kubernetes.reflector import Pace, Reflector
+from penstock.runtime.kubernetes import KubernetesClient, Object, Pace, Reflector, Resource
 
 POOLS = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
 PODS = Resource("", "v1", "pods", "Pod")

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from penstock.core.errors import Overloaded, PenstockError
-from penstock.core.net.unsent import unsent_bytes
+from penstock.core.framing import unsent_bytes
 from penstock.frontend.config import ReceiveConfig
 from penstock.frontend.errors import ReceiveTimeoutError
 from penstock.frontend.limits.receive_budget import ReceiveBudget, Received

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from penstock.core.errors import RequestError
 from penstock.core.types.events import Tier
-from penstock.core.types.kv.actions import KvAction, KvEvict, KvFlush, KvList, KvPin, KvUnpin
+from penstock.core.types.kv import KvAction, KvEvict, KvFlush, KvList, KvPin, KvUnpin
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.openai.answers import encode
 from penstock.frontend.requests.kv_body import (

@@ -12,9 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.core.config import Config, ListenHost
 from penstock.core.errors import ConfigError, PenstockError, RequestError
+from penstock.core.listening import Address, Listener, listen
 from penstock.core.log import get_logger
-from penstock.core.net.address import Address
-from penstock.core.net.listening import Listener, listen
 from penstock.frontend.config import ReceiveConfig, check_bodies
 from penstock.frontend.errors import ReceiveTimeoutError
 from penstock.frontend.http.connection import Connection

@@ -7,8 +7,8 @@ import socket
 from aiohttp import web
 
 from penstock.core.errors import ConfigError
+from penstock.core.listening import Listener
 from penstock.core.log import get_logger
-from penstock.core.net.listening import Listener
 from penstock.frontend.batches.runner import BatchRunner
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend

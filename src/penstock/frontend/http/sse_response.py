@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from penstock.core.errors import DeadlineExceeded, PenstockError
-from penstock.core.net.unsent import unsent_bytes
+from penstock.core.framing import unsent_bytes
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import PendingAnswer
 from penstock.frontend.http.heads import Heads

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
+from penstock.core.certificates import CertificateFiles, handshake_in_memory, load_pair
 from penstock.core.log import get_logger
-from penstock.core.net.certificates import CertificateFiles, handshake_in_memory, load_pair
 from penstock.frontend.config import ServerTlsConfig
 
 _LOG_EVERY_S = 10.0

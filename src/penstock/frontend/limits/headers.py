@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from penstock.core.errors import RequestError
-from penstock.core.types.trace import TraceContext
+from penstock.core.types.requests import TraceContext
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.errors import ForbiddenError
 from penstock.frontend.limits.trace_context import read_trace

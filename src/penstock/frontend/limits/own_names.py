@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.frontend.errors import ForbiddenError
 
 _NAME_CHARACTERS_MAX = 100

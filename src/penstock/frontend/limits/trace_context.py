@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from penstock.core.types.trace import TraceContext
+from penstock.core.types.requests import TraceContext
 
 _STATE_CHARACTERS_MAX = 512
 _ID_CHARACTERS_MAX = 128

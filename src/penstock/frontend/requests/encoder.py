@@ -11,7 +11,7 @@ from collections import OrderedDict
 import msgspec
 
 from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError
-from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import ModelCard
 from penstock.core.wire import PackedTokens, Wire, encode, pack_tokens
 from penstock.frontend.client_fields import SAME, ClientFields
 from penstock.frontend.openai.bodies import ChatRequest

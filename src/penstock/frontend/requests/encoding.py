@@ -9,8 +9,8 @@ import numpy as np
 
 from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
-from penstock.core.types.cards import request_salt
-from penstock.core.types.media import MediaPrompt
+from penstock.core.types.instances import request_salt
+from penstock.core.types.requests import MediaPrompt
 from penstock.core.wire import PackedHashes, PackedTokens, TokenArray, Wire, pack_hashes, pack_tokens
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.openai.agents import FORMATTED_PROMPT, annotations_of

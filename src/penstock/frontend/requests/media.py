@@ -7,8 +7,8 @@ import msgspec
 
 from penstock.core.errors import Overloaded, RequestError
 from penstock.core.hashing import block_hashes
-from penstock.core.types.cards import request_salt
-from penstock.core.types.media import MediaItem, MediaPrompt
+from penstock.core.types.instances import request_salt
+from penstock.core.types.requests import MediaItem, MediaPrompt
 from penstock.core.wire import pack_hashes, unpack_tokens
 from penstock.frontend.config import MediaConfig
 from penstock.frontend.errors import BodySizeError

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId
-from penstock.core.types.cards import request_salt
+from penstock.core.types.instances import request_salt
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import num_tokens, token_list
 from penstock.frontend.client_fields import SAME, ClientFields

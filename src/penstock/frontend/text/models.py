@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.log import get_logger
-from penstock.core.types.cards import ADDITIONAL_TEMPLATES, TEXT_FILES, ModelCard
+from penstock.core.types.instances import ADDITIONAL_TEMPLATES, TEXT_FILES, ModelCard
 from penstock.frontend.errors import UnknownModelError
 from penstock.frontend.parsing.families import OutputFormat, format_of
 from penstock.frontend.parsing.known import UNKNOWN, known_format

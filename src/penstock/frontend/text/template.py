@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, RequestError
-from penstock.core.types.cards import ADDITIONAL_TEMPLATES, TEXT_FILES
+from penstock.core.types.instances import ADDITIONAL_TEMPLATES, TEXT_FILES
 from penstock.frontend.text.conversation import (
     REASONING,
     Conversation,

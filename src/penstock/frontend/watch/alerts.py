@@ -5,7 +5,7 @@ from enum import StrEnum
 
 import msgspec
 
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState
 from penstock.frontend.watch.overview import Overview
 from penstock.router.workers.member import Condition, WorkerView
 

@@ -4,9 +4,8 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica
-from penstock.runtime.observations.windows import Digest
+from penstock.core.types.instances import Replica, Role
+from penstock.runtime.observations import Digest
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from penstock.core.errors import RequestError
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.frontend.errors import ForbiddenError
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.limits.own_names import is_unnamed, name_of

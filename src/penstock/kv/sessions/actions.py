@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.core.errors import RequestError
 from penstock.core.types.events import Tier
-from penstock.core.types.kv.actions import (
+from penstock.core.types.kv import (
     KvAction,
     KvEvict,
     KvFlush,

@@ -8,8 +8,7 @@ from itertools import permutations
 
 from penstock.core.errors import PenstockError
 from penstock.core.log import get_logger
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState, RoleLimit, Scale
+from penstock.core.types.instances import ReplicaState, Role, RoleLimit, Scale
 from penstock.planner.act.plan import Plan, make_plan
 from penstock.planner.act.start_backoff import StartBackoff
 from penstock.seams import ScalingConnector

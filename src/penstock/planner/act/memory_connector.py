@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from penstock.core.errors import PenstockError, RequestError, Unavailable
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState, RoleLimit, Scale
+from penstock.core.types.instances import Replica, ReplicaState, Role, RoleLimit, Scale
 from penstock.planner.act.worker_changes import Done, TimedChanges, WorkerChanges
 
 _WAIT_S_MAX = 20.0

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState, Scale
+from penstock.core.types.instances import Replica, ReplicaState, Role, Scale
 
 _RETIRE_FIRST = {ReplicaState.FAILED: 0, ReplicaState.STARTING: 1}
 

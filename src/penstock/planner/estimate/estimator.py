@@ -17,7 +17,7 @@ from penstock.planner.estimate.slo import Slo
 from penstock.planner.estimate.step_factor import StepFactor
 from penstock.planner.forecast.forecast import Forecast
 from penstock.planner.observe.observation import Observation, WorkerView
-from penstock.runtime.observations.windows import Digest
+from penstock.runtime.observations import Digest
 
 _LENGTH_INTERVALS, _LENGTH_INTERVALS_MAX = 30, 360
 """Intervals whose lengths make up the distributions, and the most where these had too few requests."""

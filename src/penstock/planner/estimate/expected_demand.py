@@ -5,7 +5,7 @@ import msgspec
 from penstock.core.types.instances import Role
 from penstock.core.wire import Wire
 from penstock.planner.estimate.slo import Slo
-from penstock.runtime.observations.windows import Digest
+from penstock.runtime.observations import Digest
 
 
 class ExpectedDemand(Wire, frozen=True):

@@ -3,7 +3,7 @@
 import math
 from statistics import NormalDist
 
-from penstock.runtime.observations.windows import Digest
+from penstock.runtime.observations import Digest
 
 _CHANCE = 0.001
 """Rounds ask every few seconds: what happens in one of a hundred happens every few minutes."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from penstock.core.types.instances import Role
-from penstock.runtime.observations.windows import Digest, GpuUse
+from penstock.runtime.observations import Digest, GpuUse
 
 
 @dataclass(frozen=True, slots=True)

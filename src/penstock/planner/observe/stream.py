@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.planner.observe.observation import Demand, Observation, WorkerView
-from penstock.runtime.observations.windows import Digest, GpuUse, RequestWindow, Window, WorkerWindow
+from penstock.runtime.observations import Digest, GpuUse, RequestWindow, Window, WorkerWindow
 
 _SOURCES_MAX = 4096
 

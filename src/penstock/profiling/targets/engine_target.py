@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import EngineError
 from penstock.core.ids import RequestId
+from penstock.core.types.load import Step
 from penstock.core.types.requests import Request, SamplingParams
-from penstock.core.types.steps import Step
 from penstock.core.wire import pack_tokens
 from penstock.perf.profile.profile import DecodePoint, PrefillPoint
 from penstock.profiling.cells import DECODE_STEPS, SETTLING_STEPS, DecodeCell, Limits, PrefillCell

@@ -15,13 +15,10 @@ from prometheus_client import CollectorRegistry
 from penstock.core.errors import Unavailable
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import CardFile, ModelCard
-from penstock.core.types.instances import Role
-from penstock.core.types.kv.actions import KvAction, KvUnpin
-from penstock.core.types.kv.summary import PrefixSummary
+from penstock.core.types.instances import CardFile, ModelCard, Role
+from penstock.core.types.kv import KvAction, KvUnpin, PrefixSummary
 from penstock.core.types.load import ModelLoad, PeerCount, TenantCount
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
-from penstock.core.types.requests import Request
+from penstock.core.types.requests import ExpandedPrompt, MediaPrompt, Request
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.journeys import Journey
 from penstock.router.dispatch.kv_actions import KvActed, KvActions

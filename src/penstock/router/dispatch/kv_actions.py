@@ -7,7 +7,7 @@ import msgspec
 from penstock.core.errors import PenstockError, RequestError, Unavailable
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types.kv.actions import KvAction, KvHeld, KvReport
+from penstock.core.types.kv import KvAction, KvHeld, KvReport
 from penstock.router.dispatch.named_workers import connection_of, find_worker
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.workers.member import Member

@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.hashing import block_hashes
-from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import ModelCard
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, num_tokens, pack_hashes, unpack_hashes
 from penstock.router.fleet.worker_pool import WorkerPool

@@ -11,8 +11,7 @@ import msgspec
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.ids import WorkerId
-from penstock.core.types.changes import BecomeRole, Sleep, WakeUp, WorkerChange
-from penstock.core.types.instances import InstanceState, Role
+from penstock.core.types.instances import BecomeRole, InstanceState, Role, Sleep, WakeUp, WorkerChange
 from penstock.router.dispatch.named_workers import connection_of, find_worker
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.workers.member import Condition, Member

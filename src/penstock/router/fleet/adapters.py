@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.log import get_logger
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import Instance
+from penstock.core.types.instances import Instance, ModelCard
 
 _log = get_logger()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.log import get_logger
-from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.instances import CardFile, ModelCard
 from penstock.router.workers.member import Member
 
 FETCH_TIMEOUT_S = 30.0

@@ -12,12 +12,17 @@ from typing import Protocol, assert_never
 
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types.cards import CardFile, ModelCard
-from penstock.core.types.instances import Instance, InstancePut, InstanceRemoved, WatchSynced
+from penstock.core.types.instances import (
+    CardFile,
+    Instance,
+    InstancePut,
+    InstanceRemoved,
+    Location,
+    ModelCard,
+    WatchSynced,
+)
 from penstock.core.types.load import KvRead
-from penstock.core.types.location import Location
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
-from penstock.core.types.requests import Prefetch, Request
+from penstock.core.types.requests import ExpandedPrompt, MediaPrompt, Prefetch, Request
 from penstock.core.wire import HashArray
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.card_files import fetch_file

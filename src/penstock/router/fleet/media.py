@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from penstock.core.errors import Overloaded, Unavailable
 from penstock.core.log import get_logger
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
+from penstock.core.types.instances import ModelCard
+from penstock.core.types.requests import ExpandedPrompt, MediaPrompt
 from penstock.router.workers.member import Condition, Member
 
 EXPAND_TIMEOUT_S = 60.0

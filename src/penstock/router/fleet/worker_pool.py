@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import Unavailable
-from penstock.core.types.cards import CardFile, ModelCard
-from penstock.core.types.instances import InstanceState, Role
+from penstock.core.types.instances import CardFile, InstanceState, ModelCard, Role
 from penstock.core.types.load import ModelLoad
 from penstock.core.types.requests import Request
 from penstock.core.wire import PackedHashes

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.types.kv.summary import chunk_hashes
+from penstock.core.types.kv import chunk_hashes
 from penstock.core.wire import HashArray, PackedHashes, pack_hashes
 from penstock.router.config import PrefixSummaryConfig
 from penstock.router.index.radix import RadixTree

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, EventSnapshot, KvEvent
-from penstock.core.types.kv.summary import blocks_per_chunk, chunk_ends, chunk_hashes
+from penstock.core.types.kv import blocks_per_chunk, chunk_ends, chunk_hashes
 from penstock.core.wire import HashArray, unpack_hashes
 from penstock.router.index.radix import PrefixMatch, RadixTree
 

@@ -1,7 +1,6 @@
 """How far a worker is from this router."""
 
-from penstock.core.types.instances import Instance
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Instance, Location
 from penstock.perf.topology import NetworkPath
 from penstock.router.config import RouterConfig
 

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.types.instances import Instance, Role
-from penstock.core.types.kv.exchange import KvExchange
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvExchange, KvLayout
 from penstock.router.workers.member import identity
 from penstock.transfer.reshard.moves import mismatch
 

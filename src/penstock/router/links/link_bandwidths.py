@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.types.instances import Location
 from penstock.core.types.load import KvRead
-from penstock.core.types.location import Location
 from penstock.perf.online import Correction
 from penstock.router.config import RouterConfig
 

@@ -4,15 +4,13 @@ from collections.abc import Mapping, Sequence
 
 from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage, Holder, KvEvent
-from penstock.core.types.instances import Instance
-from penstock.core.types.kv.actions import KvAction, KvReport
+from penstock.core.types.instances import Instance, WorkerChange
+from penstock.core.types.kv import KvAction, KvReport
 from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
-from penstock.core.types.requests import Prefetch, Request
-from penstock.runtime.events.feed import EventFeed
+from penstock.core.types.requests import ExpandedPrompt, MediaPrompt, Prefetch, Request
 from penstock.runtime.events.publisher import EventPublisher
+from penstock.runtime.events.subscriber import EventFeed
 from penstock.seams import Connection, DirectClient, DirectStream, WorkerSink
 
 

@@ -19,8 +19,7 @@ from penstock.core.config import Config, wrong
 from penstock.core.errors import Overloaded, PenstockError, RequestError, Unavailable
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
-from penstock.core.types.cards import ModelCard, request_salt
-from penstock.core.types.instances import Instance
+from penstock.core.types.instances import Instance, ModelCard, request_salt
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import TokenArray, pack_hashes, pack_tokens
 from penstock.router.candidates import Route
@@ -43,7 +42,7 @@ from penstock.router.service.open_requests import OpenRequests
 from penstock.router.service.report_plane import ReportPlane
 from penstock.router.service.servers import Servers, Watched
 from penstock.router.workers.member import WorkerView
-from penstock.runtime.discovery.memory import MemoryDiscovery
+from penstock.runtime.discovery.view import MemoryDiscovery
 
 _SAMPLING = SamplingParams(max_tokens=1)  # of no interest here
 _TEXT_UNIT_BYTES = 4

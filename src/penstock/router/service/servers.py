@@ -10,16 +10,15 @@ import numpy as np
 
 from penstock.core.errors import Overloaded, RequestError
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import ModelCard
 from penstock.core.types.events import KvEvent
-from penstock.core.types.instances import EngineInfo, Instance, Role
-from penstock.core.types.kv.exchange import KvExchange
+from penstock.core.types.instances import EngineInfo, Instance, ModelCard, Role
+from penstock.core.types.kv import KvExchange
 from penstock.core.types.load import WorkerLoad
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.service.gateway import KvTransfer, Server
 from penstock.router.service.report_plane import ReportPlane
 from penstock.router.workers.member import Condition, WorkerView
-from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
+from penstock.runtime.discovery.view import MemoryDiscovery, MemoryRegistration
 
 ANY_LENGTH = int(np.iinfo(np.int32).max)
 """Context length of every model here: servers check lengths themselves."""

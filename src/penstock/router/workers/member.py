@@ -9,9 +9,8 @@ import msgspec
 
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import Instance, InstanceState, Role
-from penstock.core.types.kv.exchange import KvAccess
+from penstock.core.types.instances import Instance, InstanceState, ModelCard, Role
+from penstock.core.types.kv import KvAccess
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta
 from penstock.router.workers.event_feeds import EventFeeds

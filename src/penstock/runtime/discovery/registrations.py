@@ -1,15 +1,61 @@
 """What one process registers in etcd, NATS or Kubernetes, and which of its registrations are not there yet."""
 
 import asyncio
+import secrets
+import socket
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from penstock.core.errors import Unavailable
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from penstock.core.errors import PenstockError, ProtocolError, Unavailable
+from penstock.core.framing import check_proof, check_version, prove
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Instance
+from penstock.core.wire import WIRE_VERSION, Wire
 from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.handshake import Identity
 
 _log = get_logger()
+
+
+class RegistryMetrics:
+    """Whether the registry answers, and what of it this process cannot use."""
+
+    def __init__(self, registry: CollectorRegistry | None) -> None:
+        """Register them; None for nowhere."""
+        registry = registry or CollectorRegistry()
+        self.connected = Gauge(
+            "penstock_runtime_registry_connected",
+            "1 while the registry of workers answers, else 0: what is known is used on.",
+            registry=registry,
+            multiprocess_mode="livemin",
+        )
+        self.losses = Counter(
+            "penstock_runtime_registry_losses",
+            "Times that a registry which had answered no longer did.",
+            registry=registry,
+        )
+        self.refused_clients = Gauge(
+            "penstock_runtime_hub_refused_clients",
+            "Processes that the hub has not accepted since its start: their secret, hash key or release is another.",
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        self.refused = Counter(
+            "penstock_runtime_registrations_refused",
+            "Registrations that this process cannot use: damaged, of another version, secret or hash_key.",
+            ["reason"],
+            registry=registry,
+        )
+        self.refused_starts = Counter(
+            "penstock_runtime_refused_starts",
+            "Starts of other deployments or releases in this namespace of the registry that were given up there.",
+            ["reason"],
+            registry=registry,
+        )
 
 
 class Registrations:
@@ -131,3 +177,162 @@ class StoredRegistration:
             _log.warning(
                 "withdrawal_not_stored", worker=self.instance.name, fix="its lease expires by itself"
             )
+
+
+_PURPOSE = b"penstock registration"
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Record(Wire, frozen=True, tag="registration"):
+    """A registration.
+
+    Attributes:
+        instance: an encoded `Instance`, read only where the proof fits.
+        proof: HMAC of `instance` by the deployment's secret.
+    """
+
+    wire_version: int
+    key_fingerprint: str
+    instance: bytes
+    proof: bytes
+
+
+class RecordError(ProtocolError):
+    """A registration that this process cannot use; `reason` is `damaged`, `version`, `secret` or `hash_key`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Records:
+    """Encodes and reads the registrations of one deployment."""
+
+    def __init__(self, identity: Identity) -> None:
+        """Use the deployment's secret and hash key."""
+        self._identity = identity
+
+    def encode(self, instance: Instance) -> bytes:
+        data = _encoder.encode(instance)
+        return _encoder.encode(
+            Record(
+                wire_version=WIRE_VERSION,
+                key_fingerprint=self._identity.key_fingerprint,
+                instance=data,
+                proof=prove(self._identity.secret, _PURPOSE, data),
+            )
+        )
+
+    def decode(self, data: bytes) -> Instance:
+        """Read a registration.
+
+        Raises:
+            RecordError: it is damaged, or of another deployment or release.
+        """
+        try:
+            record = _records.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RecordError(
+                "damaged", f"{len(data)} bytes that are no registration: {error}; something else writes there"
+            ) from error
+        reason = "version"
+        try:
+            check_version(record.wire_version, WIRE_VERSION, "wire version: the worker speaks")
+            reason = "secret"
+            check_proof(
+                record.proof,
+                prove(self._identity.secret, _PURPOSE, record.instance),
+                "it is registered with another secret: two deployments share one runtime.namespace, or their secrets differ;"
+                " give each deployment a namespace of its own, and all its hosts one secret",
+            )
+            reason = "hash_key"
+            if record.key_fingerprint != self._identity.key_fingerprint:
+                raise ProtocolError(
+                    f"its hash key has the fingerprint {record.key_fingerprint}, ours {self._identity.key_fingerprint};"
+                    " give both hosts a graph of the same name"
+                )
+            reason = "damaged"
+            return _instances.decode(record.instance)
+        except PenstockError as error:
+            raise RecordError(reason, error.message) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RecordError(reason, f"its registration cannot be read: {error}") from error
+
+
+_records: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_instances: msgspec.msgpack.Decoder[Instance] = msgspec.msgpack.Decoder(Instance)
+
+
+KEPT_LEASES = 3
+"""Lease times after which a note expires."""
+_HOST_CHARACTERS_MAX = 64
+_KNOWN_MAX = 1024
+_SEPARATE = (
+    "give each deployment a runtime.namespace of its own, and all hosts of one the same secret and graph name"
+)
+_FIXES = {
+    "secret": _SEPARATE,
+    "hash_key": _SEPARATE,
+    "version": "update the older side: releases whose wire versions differ by one work together",
+    "damaged": "something else writes into this namespace of the registry; give it a place of its own",
+}
+
+
+class RefusedStart(Wire, frozen=True, tag="refused_start"):
+    """A process that gave up its start. All releases read this, so the fields never change.
+
+    Attributes:
+        host: of the process.
+        reason: what differs from the registrations found: `secret`, `hash_key`, `version` or `damaged`.
+        wire_version: of the process.
+    """
+
+    host: str
+    reason: str
+    wire_version: int
+
+
+_decoder: msgspec.msgpack.Decoder[RefusedStart] = msgspec.msgpack.Decoder(RefusedStart)
+
+
+def refused_start(reason: str) -> bytes:
+    """Encode this process's note."""
+    host = socket.gethostname()[:_HOST_CHARACTERS_MAX]
+    return _encoder.encode(RefusedStart(host=host, reason=reason, wire_version=WIRE_VERSION))
+
+
+def start_key() -> str:
+    """Make a random key for a note."""
+    return secrets.token_hex(8)
+
+
+class RefusedStarts:
+    """Logs and counts each refused start once. One event loop owns it."""
+
+    def __init__(self, metrics: RegistryMetrics) -> None:
+        """Begin without notes."""
+        self._metrics = metrics
+        self._known: OrderedDict[str, None] = OrderedDict()
+
+    def note(self, key: str, data: bytes) -> None:
+        """Log and count a note, unless that was done. Malformed notes are ignored."""
+        if key in self._known:
+            return
+        self._known[key] = None
+        if len(self._known) > _KNOWN_MAX:
+            self._known.popitem(last=False)
+        try:
+            start = _decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return
+        reason = start.reason if start.reason in _FIXES else "other"
+        self._metrics.refused_starts.labels(reason).inc()
+        _log.warning(
+            "start_refused",
+            host=start.host[:_HOST_CHARACTERS_MAX],
+            reason=reason,
+            wire_version=start.wire_version,
+            own_wire_version=WIRE_VERSION,
+            error="a process of another deployment or release found this one's workers, and gave up its start",
+            fix=_FIXES.get(reason, _SEPARATE),
+        )

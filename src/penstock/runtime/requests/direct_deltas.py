@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from penstock.core.framing import Pong, UnknownFrame
 from penstock.core.ids import RequestId
-from penstock.core.net.framing import Pong, UnknownFrame
 from penstock.core.wire import PackedTokens
 from penstock.runtime.requests import direct_streams
-from penstock.runtime.requests.frames import CODEC, Frame
+from penstock.runtime.requests.outbox import CODEC, Frame
 from penstock.seams import DirectClient, DirectStream, WrittenTokens
 
 Grants = Sequence[tuple[RequestId, int]]

@@ -5,19 +5,23 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from penstock.core.errors import ErrorInfo, Overloaded, PenstockError, ProtocolError
+from penstock.core.errors import (
+    ErrorInfo,
+    Overloaded,
+    PenstockError,
+    ProtocolError,
+)
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.types.events import EventMessage, Holder
-from penstock.core.types.kv.actions import KvReport
+from penstock.core.types.kv import KvReport
 from penstock.core.types.load import WorkerLoad
-from penstock.core.types.media import ExpandedPrompt
-from penstock.core.types.requests import Delta
+from penstock.core.types.requests import Delta, ExpandedPrompt
 from penstock.runtime.config import PlaneConfig
-from penstock.runtime.events.feed import EventFeed
+from penstock.runtime.events.subscriber import EventFeed
 from penstock.runtime.handshake import Hello
-from penstock.runtime.requests.fetch import FETCHES_MAX, chunks, missing_file
-from penstock.runtime.requests.frames import (
+from penstock.runtime.requests.outbox import (
+    FETCHES_MAX,
     Abort,
     Change,
     Changed,
@@ -31,13 +35,15 @@ from penstock.runtime.requests.frames import (
     Grant,
     Load,
     MediaExpanded,
+    Outbox,
     PrefetchKv,
     Submit,
     Subscribe,
     TenantsCounted,
     Unsubscribe,
+    chunks,
+    missing_file,
 )
-from penstock.runtime.requests.outbox import Outbox
 from penstock.runtime.session import ServerSession, SessionServer
 from penstock.seams import WorkerService
 

@@ -7,15 +7,38 @@ buffered tokens are sent as the reader consumes them, and then the error `Parked
 again, with all tokens that it has by then.
 """
 
+import asyncio
+import hashlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
 
-from penstock.core.errors import ErrorInfo, Parked
+from penstock.core.channel import Codec
+from penstock.core.errors import ErrorInfo, Parked, PenstockError, ProtocolError, RequestError
+from penstock.core.framing import Challenge, FrameCodec, Goodbye, Ping, Pong
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
-from penstock.core.types.requests import Delta, FinishReason, KvHandle, PromptLogprobs, TokenLogprob
-from penstock.core.wire import NO_TOKENS, PackedTokens
+from penstock.core.types.events import EventMessage, Holder
+from penstock.core.types.instances import WorkerChange
+from penstock.core.types.kv import KvAction, KvReport
+from penstock.core.types.load import PeerCount, TenantCounts, WorkerLoad
+from penstock.core.types.requests import (
+    Delta,
+    ExpandedPrompt,
+    FinishReason,
+    KvHandle,
+    MediaPrompt,
+    Prefetch,
+    PromptLogprobs,
+    Request,
+    TokenLogprob,
+)
+from penstock.core.wire import NO_TOKENS, PackedTokens, Wire
+from penstock.runtime.config import PlaneConfig
+from penstock.runtime.handshake import Hello, HelloReply
+from penstock.runtime.session import SessionProtocol
 
 # Memory for the buffer of one request, for a logprob, and for one of its alternatives: sums of sys.getsizeof on
 # CPython 3.11.
@@ -263,3 +286,237 @@ class Outbox:
         for request_id, stream in self._streams.items():
             assert stream.held is self._waiting.get(request_id), f"outbox: {request_id} holds what waits"
             assert stream.credit_tokens >= 0, f"outbox: {request_id} has credit {stream.credit_tokens}"
+
+
+class Submit(Wire, frozen=True, tag="submit"):
+    request: Request
+
+
+class PrefetchKv(Wire, frozen=True, tag="prefetch"):
+    prefetch: Prefetch
+
+
+class Abort(Wire, frozen=True, tag="abort"):
+    request_id: RequestId
+
+
+class Grant(Wire, frozen=True, tag="grant"):
+    """(request id, tokens) that the readers have consumed since the last grant."""
+
+    grants: tuple[tuple[RequestId, int], ...]
+
+
+class Subscribe(Wire, frozen=True, tag="subscribe"):
+    """Send the KV events of a holder after this sequence (None: a snapshot), and all later ones."""
+
+    after_sequence: int | None = None
+    holder: Holder = Holder.WORKER
+
+
+class Unsubscribe(Wire, frozen=True, tag="unsubscribe"):
+    """Send no more KV events of a holder."""
+
+    holder: Holder
+
+
+class Fetch(Wire, frozen=True, tag="fetch"):
+    fetch_id: int
+    sha256: str
+
+
+class FetchChunk(Wire, frozen=True, tag="fetch_chunk"):
+    """The next bytes of a file, or an error."""
+
+    fetch_id: int
+    data: bytes = b""
+    last: bool = False
+    error: ErrorInfo | None = None
+
+
+class Change(Wire, frozen=True, tag="change"):
+    """Change the worker; `Changed` answers, perhaps much later."""
+
+    call_id: int
+    change: WorkerChange | KvAction
+
+
+class Changed(Wire, frozen=True, tag="changed"):
+    """The change is made, or `error` says why not. `report` answers an action on the KV cache."""
+
+    call_id: int
+    error: ErrorInfo | None = None
+    report: KvReport | None = None
+
+
+class ExpandMedia(Wire, frozen=True, tag="expand_media"):
+    """Expand the media of a prompt; `MediaExpanded` answers."""
+
+    call_id: int
+    prompt: MediaPrompt
+
+
+class MediaExpanded(Wire, frozen=True, tag="media_expanded"):
+    """The expanded prompt, or why the engine does not take its media."""
+
+    call_id: int
+    error: ErrorInfo | None = None
+    prompt: ExpandedPrompt | None = None
+
+
+class CountTenants(Wire, frozen=True, tag="count_tenants"):
+    """What a frontend's tenants have used; `TenantsCounted` answers. A worker of an older version does not."""
+
+    call_id: int
+    counts: TenantCounts
+
+
+class TenantsCounted(Wire, frozen=True, tag="tenants_counted"):
+    """What tenants have used at other frontends, by name."""
+
+    call_id: int
+    peers: tuple[tuple[str, PeerCount], ...]
+
+
+class Deltas(Wire, frozen=True, tag="deltas"):
+    """All deltas of one engine step for one frontend."""
+
+    deltas: tuple[Delta, ...]
+
+
+class Load(Wire, frozen=True, tag="load"):
+    load: WorkerLoad
+
+
+class Event(Wire, frozen=True, tag="event"):
+    message: EventMessage
+
+
+Frame = (
+    Challenge | Hello | HelloReply | Submit | PrefetchKv | Abort | Grant | Subscribe | Unsubscribe | Fetch | FetchChunk
+    | Deltas | Load | Event | Change | Changed | ExpandMedia | MediaExpanded | CountTenants | TenantsCounted
+    | Ping | Pong | Goodbye
+)  # fmt: skip
+
+CODEC: FrameCodec[Frame] = FrameCodec(Frame, lenient_tags=("event",))
+"""A KV event of an unknown kind does not end the connection: the subscriber requests a snapshot instead."""
+
+
+def request_protocol(config: PlaneConfig, codec: Codec[Frame] = CODEC) -> SessionProtocol[Frame]:
+    return SessionProtocol(
+        codec=codec,
+        server="worker",
+        client="frontend",
+        frame_bytes_max=config.frame_bytes_max,
+        write_bytes_max=2 * config.connection_bytes_max,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        connect_timeout_s=config.connect_timeout_s,
+        connections_max=config.connections_max,
+        write_buffer_bytes=config.write_buffer_bytes,
+    )
+
+
+UNENCODABLE = (OverflowError, TypeError, ValueError)
+"""Exceptions of encoding a message with a number or text that msgpack cannot represent."""
+
+
+def cannot_be_sent(request: Request | Prefetch, error: Exception) -> RequestError:
+    """Make the error for a request that cannot be encoded."""
+    return RequestError(
+        f"request {request.request_id!r}: cannot be sent: {error}; integers must fit into 64 bits and "
+        "text must be valid Unicode"
+    )
+
+
+CHUNK_BYTES = 64 << 10  # small compared to a write buffer, so that deltas can pass between chunks
+
+
+FETCHES_MAX = 16  # concurrent files on one connection
+
+
+def chunks(content: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Yield (bytes, is_last) chunks of a file; an empty file is one empty chunk."""
+    for start in range(0, max(1, len(content)), CHUNK_BYTES):
+        yield content[start : start + CHUNK_BYTES], start + CHUNK_BYTES >= len(content)
+
+
+def missing_file(sha256: str) -> RequestError:
+    return RequestError(f"no file {sha256} here; ask a worker of the same model", http_status=404)
+
+
+class FileReceiver:
+    """Joins the chunks of one file."""
+
+    def __init__(self, sha256: str, bytes_max: int) -> None:
+        self._sha256 = sha256
+        self._bytes_max = bytes_max
+        self._content = bytearray()
+        self._digest = hashlib.sha256()
+
+    def add(self, data: bytes) -> None:
+        """Append a chunk.
+
+        Raises:
+            ProtocolError: the file is longer than `bytes_max`.
+        """
+        if len(self._content) + len(data) > self._bytes_max:
+            raise ProtocolError(
+                f"file {self._sha256}: more than {self._bytes_max} bytes; raise file_bytes_max, or make it smaller"
+            )
+        self._content += data
+        self._digest.update(data)
+
+    def finish(self) -> bytes:
+        """Return the content.
+
+        Raises:
+            ProtocolError: its hash differs from the requested one.
+        """
+        got = self._digest.hexdigest()
+        if got != self._sha256:
+            raise ProtocolError(
+                f"file {self._sha256}: its content has the hash {got}; it was changed where the worker runs: "
+                "restart that worker"
+            )
+        return bytes(self._content)
+
+
+A = TypeVar("A")
+
+
+class Calls(Generic[A]):
+    """Pending calls by id, all with answers of one type. One event loop owns it; the worker bounds their number."""
+
+    def __init__(self) -> None:
+        self._ids = count(1)
+        self._waiting: dict[int, asyncio.Future[A]] = {}
+
+    async def ask(self, send: Callable[[int], None]) -> A:
+        """Send a call with a new id, and return its answer. The caller sets a timeout.
+
+        Raises:
+            PenstockError: the error passed to `answered` or `fail`.
+        """
+        call_id = next(self._ids)
+        self._waiting[call_id] = future = asyncio.get_running_loop().create_future()
+        try:
+            send(call_id)
+            answer: A = await future
+            return answer
+        finally:
+            del self._waiting[call_id]
+
+    def answered(self, call_id: int, outcome: PenstockError | A) -> None:
+        """Resolve a call with its answer or its error; ignored if nothing waits for it any more."""
+        future = self._waiting.get(call_id)
+        if future is None or future.done():
+            return
+        if isinstance(outcome, PenstockError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    def fail(self, error: PenstockError) -> None:
+        """Fail all pending calls: no answers will arrive."""
+        for call_id in tuple(self._waiting):
+            self.answered(call_id, error)

@@ -1,14 +1,14 @@
-"""The request plane over TCP or Unix sockets: one connection from each frontend to each worker."""
+"""The request plane over TCP: a listening worker, and connections of frontends to workers."""
 
 from dataclasses import replace
 
 from penstock.core.errors import ConfigError, WorkerLost
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.core.types.instances import Instance
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.handshake import Identity
-from penstock.runtime.requests.frames import request_protocol
 from penstock.runtime.requests.frontend_peer import FrontendPeer
+from penstock.runtime.requests.outbox import request_protocol
 from penstock.runtime.requests.worker_peer import WorkerPeer
 from penstock.runtime.session import SessionServer
 from penstock.runtime.tls import PlaneTls

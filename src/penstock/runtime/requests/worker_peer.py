@@ -18,25 +18,22 @@ from penstock.core.errors import (
     WorkerLost,
     from_info,
 )
+from penstock.core.framing import Challenge
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
-from penstock.core.net.handshake import Challenge
-from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage, Holder
-from penstock.core.types.instances import Instance
-from penstock.core.types.kv.actions import KvAction, KvReport
+from penstock.core.types.instances import Instance, WorkerChange
+from penstock.core.types.kv import KvAction, KvReport
 from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
-from penstock.core.types.requests import Prefetch, Request
+from penstock.core.types.requests import ExpandedPrompt, MediaPrompt, Prefetch, Request
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.handshake import Hello, Identity, hello
-from penstock.runtime.requests.calls import Calls
 from penstock.runtime.requests.direct_deltas import DirectDeltas, Grants
-from penstock.runtime.requests.fetch import FileReceiver
-from penstock.runtime.requests.frames import (
+from penstock.runtime.requests.outbox import (
     CODEC,
     UNENCODABLE,
     Abort,
+    Calls,
     Change,
     Changed,
     CountTenants,
@@ -45,6 +42,7 @@ from penstock.runtime.requests.frames import (
     ExpandMedia,
     Fetch,
     FetchChunk,
+    FileReceiver,
     Frame,
     Grant,
     Load,

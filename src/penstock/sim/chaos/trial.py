@@ -14,9 +14,8 @@ from penstock.core.errors import PenstockError
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
 from penstock.core.native import native
-from penstock.core.types.cards import ModelCard
 from penstock.core.types.events import Tier
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import ModelCard, Role
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import HashArray, pack_tokens, unpack_tokens
 from penstock.engine.runner import RunnerInfo

@@ -16,9 +16,8 @@ from penstock.core.ids import BlockId, RequestId
 from penstock.core.native import native
 from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import Role
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.core.types.steps import Step
 from penstock.core.wire import PackedTokens, num_tokens, unpack_hashes
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.groups.windows import ONE_TABLE, Windows

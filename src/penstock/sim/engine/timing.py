@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from penstock.core.descriptors import MemoryKind, Region
-from penstock.core.types.kv.layout import KvLayout, RankLayout
+from penstock.core.types.kv import KvLayout, RankLayout
 from penstock.core.wire import TokenArray
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan

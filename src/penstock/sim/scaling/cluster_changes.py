@@ -5,8 +5,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from penstock.core.errors import PenstockError
-from penstock.core.types.changes import BecomeRole
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import BecomeRole, Role
 from penstock.planner.act.worker_changes import Done
 from penstock.sim.world.cluster import SimCluster, SimWorker
 

@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState
+from penstock.core.types.instances import Replica, ReplicaState, Role
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.explain.record import DecisionRecord
 from penstock.planner.observe.observation import Observation
 from penstock.planner.observe.stream import ObservationStream
-from penstock.runtime.observations.request_recorder import RequestRecorder
+from penstock.runtime.observations import RequestRecorder
 from penstock.sim.counters import Counters
 from penstock.sim.scaling.cluster_changes import ClusterChanges
 from penstock.sim.scaling.record import RoleCount, ScalingRecord

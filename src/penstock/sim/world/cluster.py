@@ -11,10 +11,8 @@ from typing import Protocol, Self
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import Prices, Role
-from penstock.core.types.location import Location
-from penstock.core.types.steps import Step
+from penstock.core.types.instances import Location, ModelCard, Prices, Role
+from penstock.core.types.load import Step
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
 from penstock.perf.topology import NetworkPath

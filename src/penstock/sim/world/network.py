@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from penstock.core.config import Config
-from penstock.core.types.location import Location
+from penstock.core.types.instances import Location
 from penstock.perf.topology import NetworkPath, Topology
 
 REGISTRY = "registry"

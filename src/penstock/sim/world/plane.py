@@ -12,22 +12,26 @@ from itertools import count
 import msgspec
 
 from penstock.core.errors import PenstockError, WorkerLost
+from penstock.core.framing import LENGTH_BYTES
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.net.framing import LENGTH_BYTES
-from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import AllBlocksCleared, EventMessage, EventPosition, Holder
-from penstock.core.types.instances import Instance
-from penstock.core.types.kv.actions import KvAction, KvReport
+from penstock.core.types.instances import Instance, WorkerChange
+from penstock.core.types.kv import KvAction, KvReport
 from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
-from penstock.core.types.requests import Delta, Prefetch, Request
+from penstock.core.types.requests import Delta, ExpandedPrompt, MediaPrompt, Prefetch, Request
 from penstock.core.wire import NO_TOKENS, PackedHashes, encode
 from penstock.runtime.config import PlaneConfig
-from penstock.runtime.requests.calls import Calls
 from penstock.runtime.requests.direct_deltas import DirectDeltas, Grants
-from penstock.runtime.requests.fetch import FileReceiver, missing_file
-from penstock.runtime.requests.frames import CODEC, UNENCODABLE, Deltas, cannot_be_sent
-from penstock.runtime.requests.outbox import Outbox
+from penstock.runtime.requests.outbox import (
+    CODEC,
+    UNENCODABLE,
+    Calls,
+    Deltas,
+    FileReceiver,
+    Outbox,
+    cannot_be_sent,
+    missing_file,
+)
 from penstock.seams import DirectClient, DirectStream, EventSource, WorkerService, WorkerSink, WrittenTokens
 from penstock.sim.world.network import Pipe, SimNetwork
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import Instance
-from penstock.runtime.discovery.table import InstanceTable, TableCursor, TableWatch
+from penstock.runtime.discovery.view import InstanceTable, TableCursor, TableWatch
 from penstock.sim.world.network import REGISTRY, SimNetwork
 
 _RENEWALS_A_LEASE = 3

@@ -6,7 +6,7 @@ from msgspec import structs
 
 from penstock.core.hashing import DEFAULT_KEY, block_hashes
 from penstock.core.types.events import Tier
-from penstock.core.types.kv.actions import KvEvict, KvFlush, KvList, KvPin, KvReport, KvUnpin
+from penstock.core.types.kv import KvEvict, KvFlush, KvList, KvPin, KvReport, KvUnpin
 from penstock.core.types.requests import Request, SessionAction, SessionControl
 from penstock.core.wire import PackedHashes
 from penstock.seams import Engine, KvManaged

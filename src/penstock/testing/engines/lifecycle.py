@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from penstock.core.errors import Overloaded, RequestError, Unavailable
-from penstock.core.types.steps import Step
+from penstock.core.types.load import Step
 from penstock.testing.engines.case import FOREVER, EngineCase
 from penstock.testing.engines.probe import make_request
 

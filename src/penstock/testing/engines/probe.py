@@ -12,8 +12,8 @@ from penstock.core.errors import ErrorInfo
 from penstock.core.ids import RequestId
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Holder, KvEvent, Tier
 from penstock.core.types.instances import EngineInfo
+from penstock.core.types.load import Step
 from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from penstock.core.types.steps import Step
 from penstock.core.wire import pack_tokens, unpack_hashes, unpack_tokens
 from penstock.seams import Engine
 

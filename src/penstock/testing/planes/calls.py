@@ -5,11 +5,10 @@ import asyncio
 import pytest
 
 from penstock.core.errors import PenstockError, RequestError, WorkerLost
-from penstock.core.types.changes import BecomeRole, Sleep, WakeUp, WorkerChange
-from penstock.core.types.instances import Role
-from penstock.core.types.kv.actions import KvEvict, KvReport
+from penstock.core.types.instances import BecomeRole, Role, Sleep, WakeUp, WorkerChange
+from penstock.core.types.kv import KvEvict, KvReport
 from penstock.core.types.load import PeerCount, TenantCount
-from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaPrompt
+from penstock.core.types.requests import ExpandedPrompt, MediaItem, MediaPrompt
 from penstock.core.wire import PackedHashes, pack_tokens
 from penstock.seams import Connection
 from penstock.testing.planes.recording_sink import RecordingSink

@@ -28,9 +28,8 @@ from penstock.core.types.instances import (
     WatchSynced,
 )
 from penstock.runtime.config import DiscoveryConfig
-from penstock.runtime.discovery.hub import LocalHub
-from penstock.runtime.discovery.local import LocalDiscovery
-from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
+from penstock.runtime.discovery.local import LocalDiscovery, LocalHub
+from penstock.runtime.discovery.view import MemoryDiscovery, MemoryRegistration
 from penstock.runtime.handshake import Identity
 from penstock.seams import Discovery
 from penstock.testing.loop import run_async

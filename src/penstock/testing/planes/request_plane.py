@@ -25,7 +25,7 @@ from penstock.core.errors import (
     from_info,
 )
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types.kv.exchange import KvAccess
+from penstock.core.types.kv import KvAccess
 from penstock.core.types.requests import FinishReason, Prefetch, TokenLogprob
 from penstock.core.wire import num_tokens
 from penstock.runtime.config import EventConfig, PlaneConfig

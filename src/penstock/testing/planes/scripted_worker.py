@@ -14,19 +14,31 @@ from pathlib import Path
 
 from penstock.core.errors import Overloaded, ProtocolError, RequestError
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types.broadcast import FrontendFigures, RankNews
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.changes import BecomeRole, Sleep, WorkerChange
 from penstock.core.types.events import BlockRemoved, BlockStored, EventMessage, Holder
-from penstock.core.types.instances import EngineInfo, Instance, Role
-from penstock.core.types.kv.actions import KvAction, KvEvict, KvReport
-from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
-from penstock.core.types.media import ExpandedPrompt, MediaPrompt
-from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request, SamplingParams, TokenLogprob
+from penstock.core.types.instances import (
+    BecomeRole,
+    EngineInfo,
+    Instance,
+    ModelCard,
+    Role,
+    Sleep,
+    WorkerChange,
+)
+from penstock.core.types.kv import KvAction, KvEvict, KvReport
+from penstock.core.types.load import FrontendFigures, PeerCount, RankNews, TenantCount, WorkerLoad
+from penstock.core.types.requests import (
+    Delta,
+    ExpandedPrompt,
+    FinishReason,
+    MediaPrompt,
+    Prefetch,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.runtime.config import EventConfig
-from penstock.runtime.events.publisher import EventPublisher
-from penstock.runtime.events.publishers import EventPublishers
+from penstock.runtime.events.publisher import EventPublisher, EventPublishers
 from penstock.seams import Answer, BroadcastSink, EventSink, EventSource, FrontendSink, MediaAnswer
 
 TICK_S = 0.001

@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 
 from penstock.core.descriptors import Granted
 from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferRefused
+from penstock.core.listening import Address
 from penstock.core.log import get_logger
-from penstock.core.net.address import Address
 from penstock.seams import Transport
 from penstock.transfer.config import IN_PROCESS, SAME_HOST, TransferConfig
 from penstock.transfer.link.grants import GRANTS, GrantRequest, Grants

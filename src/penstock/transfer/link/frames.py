@@ -1,8 +1,7 @@
 """The frames of a link. The first three are the handshake."""
 
 from penstock.core.errors import ErrorInfo
-from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
-from penstock.core.net.handshake import Challenge
+from penstock.core.framing import Challenge, FrameCodec, Goodbye, Ping, Pong
 from penstock.core.wire import Wire
 
 FRAME_BYTES_MAX = 16 << 20

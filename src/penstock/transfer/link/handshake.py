@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from penstock.core.errors import PenstockError, ProtocolError, from_info
-from penstock.core.net.handshake import Challenge, check_proof, new_nonce, prove
+from penstock.core.framing import Challenge, check_proof, new_nonce, prove
 from penstock.transfer.link.frames import Greeting, LinkFrame, Welcome
 from penstock.transfer.link.links import SocketLink
 from penstock.transfer.link.metadata import TRANSFER_VERSION, check_version

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from penstock.core.channel import FrameChannel
 from penstock.core.descriptors import Granted, Keys
 from penstock.core.errors import (
     PeerLost,
@@ -15,9 +16,7 @@ from penstock.core.errors import (
     TransferRefused,
     from_info,
 )
-from penstock.core.net.channel import FrameChannel
-from penstock.core.net.framing import FrameCodec
-from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
+from penstock.core.framing import UNAUTHENTICATED_FRAME_BYTES_MAX, FrameCodec
 from penstock.seams import Link
 from penstock.transfer.config import TransferConfig
 from penstock.transfer.link.frames import (

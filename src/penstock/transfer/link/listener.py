@@ -12,9 +12,9 @@ from functools import partial
 from typing import Protocol
 
 from penstock.core.errors import ConfigError, PeerLost, PenstockError, ProtocolError, TransferRefused
+from penstock.core.framing import NONCE_BYTES, check_proof, new_nonce, prove
+from penstock.core.listening import Address
 from penstock.core.log import get_logger
-from penstock.core.net.address import Address
-from penstock.core.net.handshake import NONCE_BYTES, check_proof, new_nonce, prove
 from penstock.transfer.config import SAME_HOST
 from penstock.transfer.link.frames import Welcome, link_codec
 from penstock.transfer.link.socket_io import receive_exactly, send_all, shake_hands

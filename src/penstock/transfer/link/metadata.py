@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.core import framing
 from penstock.core.descriptors import RegionInfo
 from penstock.core.errors import ProtocolError
-from penstock.core.net import handshake
 from penstock.core.wire import Wire, encode
 
 TRANSFER_VERSION = 1
@@ -70,7 +70,7 @@ def check_version(theirs: int, who: str) -> None:
     Raises:
         ProtocolError: it is too far from ours.
     """
-    handshake.check_version(theirs, TRANSFER_VERSION, f"{who}: transfer version")
+    framing.check_version(theirs, TRANSFER_VERSION, f"{who}: transfer version")
 
 
 def host_fingerprint() -> bytes:

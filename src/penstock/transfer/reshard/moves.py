@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from penstock.core.descriptors import Descriptors, OffsetArray
 from penstock.core.errors import TransferRefused
-from penstock.core.types.kv.layout import KvLayout, RankLayout
+from penstock.core.types.kv import KvLayout, RankLayout
 from penstock.transfer.regions.ranges import coalesce
 from penstock.transfer.reshard.strides import IndexArray, Strides
 

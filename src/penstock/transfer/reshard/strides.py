@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.core.descriptors import OffsetArray
 from penstock.core.errors import TransferRefused
-from penstock.core.types.kv.layout import DIMENSIONS, REGION_DIMENSIONS, KvLayout, RankLayout
+from penstock.core.types.kv import DIMENSIONS, REGION_DIMENSIONS, KvLayout, RankLayout
 
 IndexArray = NDArray[np.intp]
 

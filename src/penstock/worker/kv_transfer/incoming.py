@@ -17,7 +17,7 @@ from penstock.core.errors import DeadlineExceeded, EngineError, Overloaded, Pens
 from penstock.core.ids import BlockId, PinId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.kv.exchange import KvAccess
+from penstock.core.types.kv import KvAccess
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import HashArray, unpack_hashes
 from penstock.runtime import spans

@@ -22,7 +22,7 @@ from penstock.core.errors import (
 from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.kv.exchange import KvAccess, KvExchange
+from penstock.core.types.kv import KvAccess, KvExchange
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import encode
 from penstock.seams import KvBlocks

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.core.descriptors import Descriptors, MemoryKind, TransferOp
 from penstock.core.errors import PenstockError, PinExpired, ProtocolError
 from penstock.core.ids import BlockId, PinId, WorkerId
-from penstock.core.types.kv.exchange import KvAccess
+from penstock.core.types.kv import KvAccess
 from penstock.core.types.requests import KvHandle
 from penstock.core.wire import HashArray, encode
 from penstock.transfer import Peer, TransferAgent

@@ -8,8 +8,7 @@ from numpy.typing import ArrayLike
 from penstock.core.descriptors import Descriptors
 from penstock.core.errors import ConfigError, TransferError, TransferRefused
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.kv.exchange import KvAccess
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvAccess, KvLayout
 from penstock.core.wire import encode
 from penstock.transfer import Access, TransferAgent
 from penstock.transfer.reshard.moves import ReshardPlan, mismatch, plan, region_bytes

@@ -4,7 +4,7 @@ import asyncio
 
 from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError, Unavailable
 from penstock.core.log import cause, get_logger
-from penstock.core.types.media import MediaPrompt
+from penstock.core.types.requests import MediaPrompt
 from penstock.seams import Engine, MediaAnswer, MediaReading
 
 PROMPTS_MAX = 64

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvLayout
 
 MODEL = KvLayout(
     num_layers=10, num_kv_heads=8, head_dim=128, dtype="bfloat16", element_bytes=2, block_size=16

@@ -16,7 +16,7 @@ from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.act.worker_changes import TimedChanges
 from penstock.planner.explain.entries import Round
 from penstock.planner.observe.stream import ObservationStream
-from penstock.runtime.observations.windows import RequestWindow, WorkerWindow
+from penstock.runtime.observations import RequestWindow, WorkerWindow
 from penstock.sim.loop.loop import run_virtual
 from tests.support.planner_world import digest
 

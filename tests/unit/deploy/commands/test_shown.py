@@ -8,7 +8,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.core.types.events import Tier
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState
 from penstock.deploy.commands.hosted.ps import Link, Listed, table
 from penstock.deploy.control.messages import ProcessView
 from penstock.router.explain.explanation import Candidate, Explanation, Prefill, RouteReason

@@ -16,7 +16,7 @@ from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.explain.entries import Round, Run
 from penstock.planner.explain.record import DecisionRecord, Seen
 from penstock.planner.observe.stream import ObservationStream
-from penstock.runtime.observations.windows import RequestWindow, WorkerWindow
+from penstock.runtime.observations import RequestWindow, WorkerWindow
 from tests.support.planner_world import digest
 
 

@@ -14,7 +14,7 @@ from penstock.graph import build
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.explain.entries import Round, read_entries
 from penstock.planner.observe.stream import ObservationStream
-from penstock.runtime.observations.windows import GpuUse, RequestWindow, WorkerWindow
+from penstock.runtime.observations import GpuUse, RequestWindow, WorkerWindow
 from tests.support.planner_world import digest
 
 A = Role.AGGREGATED

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.core.hashing import block_hashes
-from penstock.core.types.cards import ModelCard, request_salt
 from penstock.core.types.events import BlockRemoved, BlockStored, KvEvent, Tier
+from penstock.core.types.instances import ModelCard, request_salt
 from penstock.core.wire import PackedTokens, hash_list, pack_tokens
 from penstock.engine.kv_events.engine_events import (
     EngineEvent,

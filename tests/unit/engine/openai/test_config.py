@@ -5,7 +5,7 @@ import re
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import ModelCard
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.events import salts_of
 from penstock.engine.openai.make import make_engine

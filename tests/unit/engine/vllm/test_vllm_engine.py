@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import EngineError, PenstockError, RequestError
-from penstock.core.types.media import MediaPrompt
-from penstock.core.types.requests import FinishReason, Request, SamplingParams
+from penstock.core.types.requests import FinishReason, MediaPrompt, Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.engine import VllmEngine

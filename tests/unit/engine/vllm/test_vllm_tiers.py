@@ -8,9 +8,8 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import block_hashes
-from penstock.core.types.cards import ModelCard
 from penstock.core.types.events import BlockStored, Holder, Tier
-from penstock.core.types.instances import KvHolder
+from penstock.core.types.instances import KvHolder, ModelCard
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import pack_hashes
 from penstock.engine.kv_tiers import KvConfig

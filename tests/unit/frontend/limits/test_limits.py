@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import DeadlineExceeded, Overloaded, RequestError, Unavailable
-from penstock.core.types.trace import TraceContext
+from penstock.core.types.requests import TraceContext
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.errors import AdminTokenError, ApiKeyError, ReceiveTimeoutError
 from penstock.frontend.limits.access import Access

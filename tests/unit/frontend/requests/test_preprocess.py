@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
-from penstock.core.types.cards import request_salt
+from penstock.core.types.instances import request_salt
 from penstock.core.types.requests import KvRetention
 from penstock.core.wire import token_list, unpack_hashes
 from penstock.engine.scheduling.sampling import checked_sampling

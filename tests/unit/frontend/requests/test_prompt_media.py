@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import Overloaded, PenstockError, RequestError
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.media import MediaItem, MediaKind
+from penstock.core.types.instances import ModelCard
+from penstock.core.types.requests import MediaItem, MediaKind
 from penstock.core.wire import token_list
 from penstock.frontend.config import FrontendConfig, MediaConfig, MediaFetchConfig
 from penstock.frontend.frontend import Frontend, PendingAnswer

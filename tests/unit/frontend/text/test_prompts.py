@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.instances import CardFile, ModelCard
 from penstock.frontend.errors import ContextLengthError, UnknownModelError
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, Message
 from penstock.frontend.requests.preprocess import Preprocessor

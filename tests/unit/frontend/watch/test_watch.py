@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from penstock.core.clock import wall_time_s
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import Replica, ReplicaState, Role
 from penstock.core.types.load import KvRead, KvTierCounts, LinkReport, WorkerLoad
-from penstock.core.types.scaling import Replica, ReplicaState
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.watch.alerts import alerts_of

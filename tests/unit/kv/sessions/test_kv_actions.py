@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from penstock.core.errors import RequestError
 from penstock.core.types.events import Tier
-from penstock.core.types.kv.actions import KvFlush, KvList, KvPin, KvReport
+from penstock.core.types.kv import KvFlush, KvList, KvPin, KvReport
 from penstock.core.wire import pack_hashes
 from penstock.kv.sessions.actions import KvActions
 from tests.support.session_scene import OPEN, SessionScene

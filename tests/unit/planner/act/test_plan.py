@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState, RoleLimit, Scale
+from penstock.core.types.instances import Replica, ReplicaState, Role, RoleLimit, Scale
 from penstock.planner.act.plan import make_plan
 
 P, D = Role.PREFILL, Role.DECODE

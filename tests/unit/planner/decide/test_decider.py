@@ -16,7 +16,7 @@ from penstock.planner.decide.capacity import Capacity
 from penstock.planner.decide.decider import Decider
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.slo import Slo
-from penstock.runtime.observations.windows import Digest, bucket_of
+from penstock.runtime.observations import Digest, bucket_of
 
 MODEL = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"))
 A, P, D = (

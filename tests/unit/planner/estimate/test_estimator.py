@@ -13,7 +13,7 @@ from penstock.planner.estimate.series import Series
 from penstock.planner.estimate.slo import Slo
 from penstock.planner.estimate.step_factor import StepFactor
 from penstock.planner.observe.observation import Demand, Observation, WorkerView
-from penstock.runtime.observations.windows import Digest, bucket_of
+from penstock.runtime.observations import Digest, bucket_of
 
 SLO = Slo(ttft_s=1.0, itl_s=0.1, percentile=90.0)
 STRICT = Slo(ttft_s=1.0, itl_s=0.1, percentile=99.0)

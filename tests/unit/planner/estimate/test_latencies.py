@@ -9,8 +9,7 @@ from penstock.planner.estimate.missed import missed
 from penstock.planner.estimate.significance import missed_quantile, surely_above
 from penstock.planner.estimate.slo import Slo
 from penstock.planner.observe.observation import Demand
-from penstock.runtime.observations.digest_recorder import DigestRecorder
-from penstock.runtime.observations.windows import Digest, bucket_of
+from penstock.runtime.observations import Digest, DigestRecorder, bucket_of
 
 
 @pytest.mark.parametrize("ratio", [0.9, 1.0, 1.4])

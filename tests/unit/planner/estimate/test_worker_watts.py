@@ -8,7 +8,7 @@ import pytest
 from penstock.core.types.instances import Role
 from penstock.planner.estimate.worker_watts import WorkerWatts
 from penstock.planner.observe.observation import WorkerView
-from penstock.runtime.observations.windows import Digest, GpuUse
+from penstock.runtime.observations import Digest, GpuUse
 from penstock.sim.loop.loop import run_virtual
 from tests.support.planner_world import World
 

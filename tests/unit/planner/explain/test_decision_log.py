@@ -14,7 +14,7 @@ from penstock.planner.estimate.slo import Slo
 from penstock.planner.explain.decision_log import DecisionLog
 from penstock.planner.explain.entries import Round, Run, older, read_entries
 from penstock.planner.explain.record import DecisionRecord, Seen
-from penstock.runtime.observations.windows import Digest
+from penstock.runtime.observations import Digest
 
 A = Role.AGGREGATED
 RUN = Run(time_s=1.0, version="1", graph={"model": "demo"}, model_dir="/m")

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.types.instances import Role
 from penstock.planner.observe.stream import ObservationStream
-from penstock.runtime.observations.windows import Digest, RequestWindow, WorkerWindow, bucket_of
+from penstock.runtime.observations import Digest, RequestWindow, WorkerWindow, bucket_of
 
 
 def tokens(count, each):

@@ -19,7 +19,7 @@ from penstock.core.errors import (
 )
 from penstock.core.hashing import DEFAULT_KEY, block_hashes
 from penstock.core.ids import RequestId
-from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.instances import CardFile, ModelCard
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_hashes, unpack_tokens
 from penstock.router.config import MigrationConfig, RetryConfig, RouterConfig

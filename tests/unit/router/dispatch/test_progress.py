@@ -5,10 +5,11 @@ import msgspec
 from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
-from penstock.core.types.media import MediaItem, MediaPrompt
 from penstock.core.types.requests import (
     Delta,
     FinishReason,
+    MediaItem,
+    MediaPrompt,
     PromptLogprobs,
     Request,
 )

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
-from penstock.core.types.kv.actions import KvEvict, KvList, KvPin, KvUnpin
+from penstock.core.types.kv import KvEvict, KvList, KvPin, KvUnpin
 from penstock.core.types.requests import SessionAction, SessionControl
 from penstock.core.wire import pack_hashes
 from penstock.router.config import RouterConfig

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import Unavailable
-from penstock.core.types.cards import CardFile
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import CardFile, Role
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.hashing import block_hashes, root_hash
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from penstock.core.types.kv.summary import CHUNK_TOKENS, PrefixSummary, chunk_hashes, pack_root
+from penstock.core.types.kv import CHUNK_TOKENS, PrefixSummary, chunk_hashes, pack_root
 from penstock.core.types.load import LinkReport, WorkerLoad
 from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.router.config import PrefixSummaryConfig, RouterConfig

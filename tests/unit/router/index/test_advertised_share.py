@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.core.types.events import BlockStored
-from penstock.core.types.kv.summary import CHUNK_TOKENS
+from penstock.core.types.kv import CHUNK_TOKENS
 from penstock.core.wire import pack_hashes
 from penstock.router.index.radix import PrefixMatch
 from penstock.router.index.region_index import AdvertisedShare, RegionIndex

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from penstock.core.ids import WorkerId
+from penstock.core.types.instances import Location
 from penstock.core.types.load import KvRead
-from penstock.core.types.location import Location
 from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.links.link_bandwidths import FORGOTTEN_S, LinkBandwidths

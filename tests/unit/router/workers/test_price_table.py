@@ -1,8 +1,7 @@
 import pytest
 
 from penstock.core.ids import WorkerId
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
+from penstock.core.types.instances import EngineInfo, Instance, ModelCard, Prices, Role
 from penstock.perf.topology import NetworkPath
 from penstock.router.workers.price_table import PriceTable
 

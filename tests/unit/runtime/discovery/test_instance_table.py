@@ -4,7 +4,7 @@ import pytest
 
 from penstock.core.errors import Overloaded
 from penstock.core.types.instances import InstancePut, InstanceRemoved, WatchSynced
-from penstock.runtime.discovery.table import InstanceTable
+from penstock.runtime.discovery.view import InstanceTable
 from penstock.testing.planes.scripted_worker import scripted_instance
 
 ONE, TWO = (scripted_instance(f"tcp://127.0.0.1:{i}", worker_id=i) for i in (1, 2))

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.core.types.instances import InstancePut, InstanceRemoved
 from penstock.runtime.config import DiscoveryConfig
-from penstock.runtime.discovery.kubernetes.discovery import KubernetesDiscovery
+from penstock.runtime.discovery.kubernetes import KubernetesDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.sim.loop.loop import SimLoop
 from penstock.testing.loop import run_async

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from penstock.core.wire import WIRE_VERSION
-from penstock.runtime.discovery.record import Record, RecordError, Records
+from penstock.runtime.discovery.registrations import Record, RecordError, Records
 from penstock.runtime.handshake import Identity
 from penstock.testing.planes.scripted_worker import scripted_instance
 

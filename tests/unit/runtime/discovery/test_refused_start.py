@@ -4,8 +4,12 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from penstock.runtime.discovery.metrics import RegistryMetrics
-from penstock.runtime.discovery.refused_start import RefusedStart, RefusedStarts, refused_start
+from penstock.runtime.discovery.registrations import (
+    RefusedStart,
+    RefusedStarts,
+    RegistryMetrics,
+    refused_start,
+)
 
 
 def noted(*starts):

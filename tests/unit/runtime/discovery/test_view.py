@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.runtime.discovery.metrics import RegistryMetrics
+from penstock.runtime.discovery.registrations import RegistryMetrics
 from penstock.runtime.discovery.view import RegistryView
 from penstock.testing.planes.scripted_worker import scripted_instance
 

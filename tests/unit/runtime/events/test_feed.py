@@ -5,8 +5,8 @@ import pytest
 from penstock.core.types.events import BlockStored, EventBatch
 from penstock.core.wire import pack_hashes
 from penstock.runtime.config import EventConfig
-from penstock.runtime.events.feed import EventFeed
 from penstock.runtime.events.publisher import EventPublisher
+from penstock.runtime.events.subscriber import EventFeed
 
 
 class Outlet:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import TransferRefused
-from penstock.core.types.kv.layout import KvLayout, RankLayout
+from penstock.core.types.kv import KvLayout, RankLayout
 from penstock.transfer import TransferAgent, TransferConfig, reshard
 
 MODEL = KvLayout(num_layers=4, num_kv_heads=8, head_dim=16, dtype="float16", element_bytes=2, block_size=16)

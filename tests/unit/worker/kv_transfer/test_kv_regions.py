@@ -6,8 +6,7 @@ import pytest
 
 from penstock.core.errors import ConfigError, TransferError, TransferRefused
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.kv.exchange import KvAccess
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvAccess, KvLayout
 from penstock.core.wire import encode
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.core.hashing import block_hashes
 from penstock.core.types.instances import Role
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.kv import KvLayout
 from penstock.router.config import DisaggConfig, RouterConfig
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import (

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.cards import CardFile
-from penstock.core.types.instances import Role
-from penstock.core.types.kv.layout import KvLayout
+from penstock.core.types.instances import CardFile, Role
+from penstock.core.types.kv import KvLayout
 from penstock.core.types.requests import FinishReason
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop.loop import run_virtual

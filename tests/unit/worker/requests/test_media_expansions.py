@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from penstock.core.errors import EngineError, Overloaded, RequestError, Unavailable
-from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaPrompt
+from penstock.core.types.requests import ExpandedPrompt, MediaItem, MediaPrompt
 from penstock.core.wire import pack_tokens
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.requests.media import PROMPTS_MAX, MediaExpansions

@@ -3,8 +3,7 @@ import pytest
 
 from penstock.core.errors import RequestError
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.media import MediaItem, MediaKind, MediaPrompt
-from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.types.requests import MediaItem, MediaKind, MediaPrompt, Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.worker.requests.checks import check_request
 

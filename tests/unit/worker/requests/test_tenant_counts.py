@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.core.errors import ProtocolError
 from penstock.core.types.load import TENANTS_MAX, PeerCount, TenantCount
 from penstock.core.wire import encode
-from penstock.runtime.requests.frames import CODEC, CountTenants
+from penstock.runtime.requests.outbox import CODEC, CountTenants
 from penstock.seams import FrontendSink
 from penstock.worker.requests.tenant_counts import LATELY_S, TenantCounter
 

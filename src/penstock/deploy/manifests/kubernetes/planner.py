@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.deploy.hosts.roles import GROUP, ROLES
 from penstock.deploy.manifests.kubernetes.access import DISCOVERY_RULES, account
 from penstock.deploy.manifests.kubernetes.deployed import Deployed

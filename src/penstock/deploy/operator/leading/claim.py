@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from penstock.core.errors import Unavailable
 from penstock.core.log import get_logger
-from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object, Resource
+from penstock.runtime.kubernetes import KubernetesClient, KubernetesError, Object, Resource
 
 CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 CLAIM = "penstock-operator"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import Unavailable
 from penstock.core.log import get_logger
-from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, KubernetesError, Object
+from penstock.runtime.kubernetes import LEASES, KubernetesClient, KubernetesError, Object
 
 _log = get_logger()
 

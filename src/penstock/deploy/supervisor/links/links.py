@@ -9,9 +9,7 @@ import msgspec
 
 from penstock.core.errors import ConfigError
 from penstock.core.ids import new_worker_id
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ModelCard, ReplicaState, Role
 from penstock.deploy.control.messages import ProcessView
 from penstock.deploy.location import location_here
 from penstock.deploy.messages import Common, WorkerJob

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.errors import PenstockError, Unavailable
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Scale
+from penstock.core.types.instances import Role, Scale
 from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
 from penstock.deploy.supervisor.scaling.retirement import conflict
 from penstock.graph import RoleSpec

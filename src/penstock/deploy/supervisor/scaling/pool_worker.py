@@ -3,8 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState
+from penstock.core.types.instances import Replica, ReplicaState, Role
 from penstock.deploy.supervisor.member import Member
 
 WORKER_NAMES = {Role.AGGREGATED: "worker", Role.PREFILL: "prefill", Role.DECODE: "decode"}

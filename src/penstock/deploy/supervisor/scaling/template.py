@@ -10,8 +10,7 @@ from typing import Self
 import msgspec
 
 from penstock.core.ids import new_worker_id
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import Role
+from penstock.core.types.instances import ModelCard, Role
 from penstock.deploy.card import make_card, open_checkpoint
 from penstock.deploy.messages import Common, WorkerJob
 from penstock.deploy.supervisor.local_part import expect_same_blocks

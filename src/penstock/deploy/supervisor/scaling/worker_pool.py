@@ -7,8 +7,7 @@ from functools import partial
 
 from penstock.core.errors import RequestError, Unavailable, from_info
 from penstock.core.log import get_logger
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import RoleLimit, Scale
+from penstock.core.types.instances import Role, RoleLimit, Scale
 from penstock.deploy.control.messages import ProcessView
 from penstock.deploy.messages import ChangeRole, RoleChanged
 from penstock.deploy.supervisor.member import Member

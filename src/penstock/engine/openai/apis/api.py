@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from penstock.core.errors import PenstockError, RequestError, StepFailed
-from penstock.core.types.cards import CLIENT_SALT
+from penstock.core.types.instances import CLIENT_SALT
 from penstock.core.types.requests import FinishReason, Request, SamplingParams, TokenLogprob
 
 T = TypeVar("T")

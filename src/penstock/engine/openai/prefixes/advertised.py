@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.errors import ProtocolError
 from penstock.core.types.events import BlockRemoved, BlockStored, KvEvent
-from penstock.core.types.kv.summary import PrefixSummary, blocks_per_chunk
+from penstock.core.types.kv import PrefixSummary, blocks_per_chunk
 from penstock.core.wire import pack_hashes, unpack_hashes
 
 _HASH_BYTES = 8

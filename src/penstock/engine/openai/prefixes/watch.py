@@ -10,7 +10,7 @@ from penstock.core.clock import wall_time_s
 from penstock.core.errors import PenstockError, ProtocolError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
-from penstock.core.types.kv.summary import PrefixSummary
+from penstock.core.types.kv import PrefixSummary
 from penstock.engine.openai.apis.api import UNREADABLE
 from penstock.engine.openai.connection import HttpConnection, NotThere
 from penstock.engine.openai.prefixes.advertised import AdvertisedPrefixes

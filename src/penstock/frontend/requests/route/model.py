@@ -7,7 +7,7 @@ from typing import Any, Self
 import msgspec
 
 from penstock.core.errors import RequestError
-from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import ModelCard
 from penstock.core.wire import TokenArray
 from penstock.frontend.openai.bodies import Message
 from penstock.frontend.requests.encoding import encode_chat, encode_text

@@ -23,7 +23,7 @@ from penstock.core.errors import (
     TransferError,
     from_info,
 )
-from penstock.core.net.framing import UnknownFrame
+from penstock.core.framing import UnknownFrame
 from penstock.seams import Link, Move
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
 from penstock.transfer.regions.waiting import settled

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.core.descriptors import Descriptors, OffsetArray, TransferOp
 from penstock.core.errors import ErrorInfo, ProtocolError, TransferError
-from penstock.core.net.framing import FrameCodec, UnknownFrame
+from penstock.core.framing import FrameCodec, UnknownFrame
 from penstock.core.wire import Wire, encode
 
 TCP_VERSION = 1

@@ -14,8 +14,8 @@ from penstock.core.errors import (
     TransferRefused,
     from_info,
 )
+from penstock.core.framing import UnknownFrame
 from penstock.core.log import get_logger
-from penstock.core.net.framing import UnknownFrame
 from penstock.seams import Link, TransportHost
 from penstock.transfer.link.socket_io import receive_exactly
 from penstock.transfer.regions.regions import addresses_of, distinct

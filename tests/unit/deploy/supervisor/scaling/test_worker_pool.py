@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 
 from penstock.core.errors import ConfigError, RequestError, Unavailable
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState, Role
 from penstock.deploy.messages import Failed, Phase, Ready, RoleChanged
 from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
 from tests.support.scripted_pool import PoolScene, ScriptedProcess

@@ -5,7 +5,7 @@ import pytest
 
 from penstock.core.errors import EngineError, RequestError, StepFailed
 from penstock.core.ids import RequestId
-from penstock.core.types.cards import CLIENT_SALT
+from penstock.core.types.instances import CLIENT_SALT
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.engine.openai.apis.api import Piece

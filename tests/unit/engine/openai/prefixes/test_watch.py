@@ -10,7 +10,7 @@ import pytest
 from penstock.core import wire
 from penstock.core.errors import ProtocolError, Unavailable
 from penstock.core.types.events import BlockRemoved, BlockStored, KvEvent
-from penstock.core.types.kv.summary import PrefixSummary
+from penstock.core.types.kv import PrefixSummary
 from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.engine.openai.connection import NotThere
 from penstock.engine.openai.prefixes.advertised import CHUNKS_MAX, EXPIRES_S, ORIGINS_MAX, AdvertisedPrefixes

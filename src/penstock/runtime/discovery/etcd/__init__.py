@@ -1,1 +1,0 @@
-"""Discovery by etcd v3: instances as keys with a lease, watched."""

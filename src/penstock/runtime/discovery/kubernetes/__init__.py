@@ -1,1 +1,0 @@
-"""Discovery by Kubernetes: a Lease for each worker, owned by its pod."""

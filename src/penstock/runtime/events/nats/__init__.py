@@ -1,1 +1,0 @@
-"""NATS as the carrier of KV events and load reports."""

@@ -1,1 +1,0 @@
-"""NATS as discovery and events use it: one connection at a time, made again after every failure."""

@@ -1,1 +1,0 @@
-"""Counts what a process sees into windows for planners: a few additions for each request or step."""
