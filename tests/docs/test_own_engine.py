@@ -1,30 +1,20 @@
-"""The engine of your own in docs/engines.md: at most 60 lines, and it passes the suite as the page says."""
+"""The engine of your own in examples: at most 62 lines of code, and it passes the suite as docs/engines.md says."""
 
-import re
+import ast
 import sys
 from pathlib import Path
-from types import ModuleType
 
-PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
-SECTION = PAGE.read_text().partition("\n## An engine of your own\n")[2]
-ENGINE, SUITE = re.findall(r"(?ms)^```python\n(.*?)^```$", SECTION)
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
 
-
-def _test_of_the_page() -> type:
-    module = sys.modules["echo_engine"] = ModuleType("echo_engine")
-    exec(compile(ENGINE, "docs/engines.md", "exec"), module.__dict__)
-    page = {"__name__": __name__}
-    exec(compile(SUITE, "docs/engines.md", "exec"), page)
-    return page["TestEchoEngine"]
-
-
-TestEchoEngine = _test_of_the_page()
+from echo_engine_suite import TestEchoEngine  # noqa: E402, F401 - pytest collects it
 
 
 def test_the_engine_is_short() -> None:
-    assert len([line for line in ENGINE.splitlines() if line]) <= 60
+    module = ast.parse((ROOT / "examples" / "echo_engine.py").read_text())
+    module.body = module.body[1:]  # the docstring
+    assert len([line for line in ast.unparse(module).splitlines() if line]) <= 62
 
 
-def test_what_makes_the_engine_the_page_says() -> None:
-    assert "--engine echo_engine:EchoEngine" in SECTION
-    assert callable(sys.modules["echo_engine"].EchoEngine)
+def test_the_page_says_how_to_serve_it() -> None:
+    assert "--engine echo_engine:EchoEngine" in (ROOT / "docs" / "engines.md").read_text()

@@ -1,4 +1,4 @@
-"""The engine of docs/engines.md, served as the page says."""
+"""The engine of examples/echo_engine.py, served as docs/engines.md says."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
+ENGINE = Path(__file__).parents[3] / "examples" / "echo_engine.py"
 
 
 BROKEN = """
@@ -43,14 +43,9 @@ class Blocks(EchoEngine):
 """
 
 
-def echo_engine():
-    section = PAGE.read_text().partition("\n## An engine of your own\n")[2]
-    return re.findall(r"(?ms)^```python\n(.*?)^```$", section)[0]
-
-
 @pytest.fixture
 def broken(tmp_path, monkeypatch, deploy):
-    (tmp_path / "echo_engine.py").write_text(echo_engine())
+    (tmp_path / "echo_engine.py").write_text(ENGINE.read_text())
     (tmp_path / "broken_engine.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -89,7 +84,7 @@ def test_an_engine_that_does_not_close_ends_all_the_same(broken, engine):
 
 
 def test_the_engine_of_the_page_is_served(tmp_path, runtime_dir):
-    (tmp_path / "echo_engine.py").write_text(echo_engine())
+    (tmp_path / "echo_engine.py").write_text(ENGINE.read_text())
     command = [sys.executable, "-m", "penstock", "serve", "--demo", "--engine", "echo_engine:EchoEngine"]
     with subprocess.Popen(
         [*command, "--port", "0", "--workers", "2"],
