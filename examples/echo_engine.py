@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator
 
 from penstock.core.errors import Overloaded, RequestError, Unavailable
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.core.types.steps import Step
 from penstock.core.wire import pack_tokens
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.engine.spec import EngineSpec

@@ -20,21 +20,38 @@ BEGIN, END = "<!-- fields: made by tools/config_reference.py -->\n", "<!-- end o
 _REPEATED = {"roles.prefill", "roles.decode"}  # the same fields as roles.aggregated
 
 
-def tables(config: type[pydantic.BaseModel], path: str = "") -> Iterator[str]:
-    """Yield one Markdown table for `config`, then those of the configs inside it."""
-    inner: list[tuple[str, type[pydantic.BaseModel]]] = []
-    yield f"### {f'`{path}`' if path else 'Top level'}\n\n| field | default | meaning |\n|---|---|---|\n"
+def tables(config: type[pydantic.BaseModel]) -> Iterator[str]:
+    """Yield one Markdown table for the plain fields of the graph, then one for each of its parts."""
+    head = "| field | default | meaning |\n|---|---|---|\n"
+    docs, parts = field_docs(config), {}
+    yield f"### Top level\n\n{head}"
+    for name, field in config.model_fields.items():
+        if part := next(iter(_models_in(field.annotation)), None):
+            parts[_place(name, field)] = part
+        yield _row(name, field, docs.get(name))
+    for place, part in parts.items():
+        yield f"\n### `{place}`\n\n{head}"
+        yield from rows(part, place)
+    yield "\n"
+
+
+def rows(config: type[pydantic.BaseModel], path: str) -> Iterator[str]:
+    """Yield a row for each field of `config` under its dotted place, those of the configs inside it behind their own."""
     docs = field_docs(config)
     for name, field in config.model_fields.items():
-        place = f"{path}.{name}" if path else name
-        found = next(iter(_models_in(field.annotation)), None)
-        if found:
-            inner.append((place + ("[]" if "tuple" in str(field.annotation) else ""), found))
-        yield f"| `{name}` | {_default(field, found)} | {docs.get(name)} |\n"
-    yield "\n"
-    for place, model in inner:
-        if place not in _REPEATED:
-            yield from tables(model, place)
+        place = f"{path}.{name}"
+        yield _row(place, field, docs.get(name))
+        if place not in _REPEATED and (inner := next(iter(_models_in(field.annotation)), None)):
+            yield from rows(inner, _place(place, field))
+
+
+def _place(place: str, field: Any) -> str:
+    return place + ("[]" if "tuple" in str(field.annotation) else "")
+
+
+def _row(place: str, field: Any, meaning: str | None) -> str:
+    inner = next(iter(_models_in(field.annotation)), None)
+    return f"| `{place}` | {_default(field, inner)} | {meaning} |\n"
 
 
 def _default(field: Any, inner: type[pydantic.BaseModel] | None) -> str:
@@ -42,7 +59,7 @@ def _default(field: Any, inner: type[pydantic.BaseModel] | None) -> str:
         return "required"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, pydantic.BaseModel) and inner:
-        return "see below"
+        return "its fields"
     return f"`{value!r}`" if not isinstance(value, str) else f"`{value}`"
 
 
