@@ -1,42 +1,79 @@
-"""Throughput of models on several kinds of hardware at latency targets: simulated at the largest goodput, and calculated."""
+"""Throughput of models on several kinds of hardware at latency targets, simulated at the largest rate that keeps them."""
 
 import argparse
 import sys
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.simulated.curves import TTFT_S, USER_TOKENS_PER_S, curves
-from benchmarks.simulated.goodput import Search
-from benchmarks.simulated.systems import SIMULATED, System
 from penstock.bench.report import Report
 from penstock.core import log
 from penstock.core.errors import ConfigError
 from penstock.graph import Slo
+from penstock.perf.model.hardware import Hardware, find_hardware
 from penstock.perf.search.demand import Demand
-from penstock.perf.search.search import Layout
 from penstock.plan.answer import Answer, find_answer
-from penstock.plan.graph_text import graph_of
 from penstock.plan.processes import Processes
+from penstock.plan.question import Question
 from penstock.plan.report import name_layout
 from penstock.plan.trial import Effort, Proposal
-from penstock.sim.deployment import plan_deployment
-from penstock.sim.workload.workload import WorkloadConfig
 
 _INPUT_TOKENS, _OUTPUT_TOKENS, _QUICK_OUTPUT_TOKENS = 2048, 512, 32
 _SLOS = {"fast": Slo(ttft_s=2.0, itl_s=0.02), "interactive": Slo(ttft_s=2.0, itl_s=0.05)}
 """The strictest first: a layout that keeps it keeps the next."""
-_SCALED = ("8b-h100", "70b-h100", "671b-h100")
-_SCALES = (8, 16, 32)
-_SHARED_TOKENS, _PREFIX_GROUPS = 1024, 64
-_CURVES = "curves"
 _EFFORT = Effort(requests=1000, precision=0.08, step=1.15, layouts=3, requests_max=10_000_000)
-_SEARCH = Search(precision=0.06, step=1.12, requests_min=1000)
 _QUICK_EFFORT = Effort(requests=60, precision=0.5, step=1.5, layouts=1, begin=0.6)
-_QUICK_SEARCH = Search(precision=0.5, requests_min=60, requests_max=60)
 _QUICK_SYSTEMS = ("8b-h100",)
-_QUICK_CURVES: dict[str, Any] = {"targets": USER_TOKENS_PER_S[::6], "devices_max": 64}
 _HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """A model on devices, and its number formats."""
+
+    name: str
+    model: str
+    hardware_name: str
+    devices: int
+    formats: dict[str, str]
+
+    @property
+    def hardware(self) -> Hardware:
+        return find_hardware(self.hardware_name)
+
+    def ask(self, demand: Demand, *, devices: int | None = None) -> Question:
+        """Make the plan's question for a demand.
+
+        Args:
+            demand: the requests and their targets.
+            devices: the number of devices; None for the system's own.
+        """
+        return Question(
+            model=self.model,
+            hardware=self.hardware,
+            devices=devices or self.devices,
+            demand=demand,
+            formats=self.formats,
+        )
+
+
+_FP8 = {"weight_dtype": "fp8", "kv_dtype": "fp8"}
+_8B: dict[str, Any] = {"model": "llama-3.1-8b", "formats": {"weight_dtype": "bfloat16"}, "devices": 8}
+_70B: dict[str, Any] = {"model": "llama-3.1-70b", "formats": _FP8, "devices": 8}
+_HOPPER: dict[str, Any] = {"model": "deepseek-r1", "formats": _FP8}
+_BLACKWELL: dict[str, Any] = {"model": "deepseek-r1", "formats": {**_FP8, "expert_dtype": "nvfp4"}}
+
+SIMULATED = (
+    System(name="8b-h100", hardware_name="h100", **_8B),
+    System(name="8b-gb200", hardware_name="gb200", **_8B),
+    System(name="8b-gb300", hardware_name="gb300", **_8B),
+    System(name="70b-h100", hardware_name="h100", **_70B),
+    System(name="70b-gb200", hardware_name="gb200", **_70B),
+    System(name="70b-gb300", hardware_name="gb300", **_70B),
+    System(name="671b-h100", hardware_name="h100", devices=32, **_HOPPER),
+    System(name="671b-gb200", hardware_name="gb200", devices=32, **_BLACKWELL),
+    System(name="671b-gb300", hardware_name="gb300", devices=32, **_BLACKWELL),
+)
+"""Systems of one model have the same number of devices, from the slowest hardware to the fastest."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,52 +81,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         default="",
         metavar="PREFIX",
-        help="only the systems whose name begins so, as 671b or 8b-h100, or only the calculated curves",
+        help="only the systems whose name begins so, as 671b or 8b-h100",
     )
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="processes that simulate (default: all cores, at most 8)"
     )
-    parser.add_argument("--no-scales", action="store_true", help="leave out the goodput by number of GPUs")
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Simulate each system at each target, each scale, and calculate the curves.
+    """Simulate each system at each target.
 
     Raises:
         ConfigError: no system begins with `--only`.
     """
     names = [system.name for system in SIMULATED if system.name.startswith(options.only)]
-    with_curves = _CURVES.startswith(options.only)
-    if not names and not with_curves:
+    if not names:
         known = ", ".join(system.name for system in SIMULATED)
-        raise ConfigError(f"--only: no system begins with {options.only!r}; known: {known}, {_CURVES}")
+        raise ConfigError(f"--only: no system begins with {options.only!r}; known: {known}")
     if options.quick:
         names = [name for name in names if name in _QUICK_SYSTEMS] or names[:1]
     log.configure("error", process="bench")
     with Processes(options.jobs) as processes:
         bench = (
-            _Bench(processes, _QUICK_EFFORT, _QUICK_SEARCH, _QUICK_OUTPUT_TOKENS)
+            _Bench(processes, _QUICK_EFFORT, _QUICK_OUTPUT_TOKENS)
             if options.quick
-            else _Bench(processes, _EFFORT, _SEARCH, _OUTPUT_TOKENS)
+            else _Bench(processes, _EFFORT, _OUTPUT_TOKENS)
         )
         for system in SIMULATED:
             if system.name in names:
                 bench.simulate(system)
-                if system.name in _SCALED and not options.no_scales:
-                    bench.scale(system, _SCALES[:1] if options.quick else _SCALES)
-    samples: dict[str, list[float]] = {}
-    if with_curves:
-        samples, curve_layouts = curves(**_QUICK_CURVES if options.quick else {})
-        bench.layouts.update(curve_layouts)
     return Report(
         name="deployments",
         config={
             "input_tokens": _INPUT_TOKENS,
             "output_tokens": bench.output_tokens,
             "slos": {name: slo.model_dump() for name, slo in _SLOS.items()},
-            "shared_tokens_scaled": _SHARED_TOKENS,
-            "prefix_groups_scaled": _PREFIX_GROUPS,
-            "curve_ttft_s": TTFT_S,
             "layouts": bench.layouts,
             "gpus": {system.name: system.devices for system in SIMULATED},
             "hardware": {
@@ -99,7 +125,6 @@ def run(options: argparse.Namespace) -> Report:
             "quick": options.quick,
         },
         figures=bench.figures,
-        samples=samples,
     )
 
 
@@ -107,12 +132,9 @@ def run(options: argparse.Namespace) -> Report:
 class _Bench:
     processes: Processes
     effort: Effort
-    search: Search
     output_tokens: int
     figures: dict[str, float] = field(default_factory=dict)
-    layouts: dict[str, str | list[str]] = field(default_factory=dict)
-    best: dict[tuple[str, str], Layout] = field(default_factory=dict)
-    """By system and kind, at the laxest target."""
+    layouts: dict[str, str] = field(default_factory=dict)
 
     def simulate(self, system: System) -> None:
         """Simulate the most promising layouts of each kind; the search goes on from those that keep a stricter target."""
@@ -127,26 +149,7 @@ class _Bench:
                 best = answer.best_of(disaggregated=kind == "disaggregated")
                 if best is not None:
                     kept[kind] = best
-                    self.best[system.name, kind] = best.layout
                 self._note(f"{system.name}_{name}_{kind}", system, best)
-
-    def scale(self, system: System, scales: tuple[int, ...]) -> None:
-        """Give the goodput of aggregated workers by number of devices; half of each prompt is one of 64 shared prefixes."""
-        (role_layout,) = self.best[system.name, "aggregated"].role_layouts
-        slo = _SLOS["interactive"]
-        for devices in scales:
-            if devices < role_layout.parallel.devices:
-                continue
-            workers = replace(role_layout, workers=devices // role_layout.parallel.devices)
-            layout = replace(self.best[system.name, "aggregated"], role_layouts=(workers,))
-            deployment = plan_deployment(
-                graph_of(system.ask(self._demand(slo), devices=devices), layout), beside=Path()
-            )
-            start_per_s = layout.rate_per_s * devices / system.devices
-            found = self.search.largest(deployment, self._half_shared, slo, start_per_s)
-            key = f"{system.name}_goodput_rps_per_gpu_x{devices}"
-            self.figures[key] = found.good_per_s / devices
-            _tell(f"{key}: {self.figures[key]:.3f} requests/s a GPU")
 
     def _note(self, key: str, system: System, best: Proposal | None) -> None:
         rate_per_s = 0.0 if best is None else best.seen.rate_per_s
@@ -161,16 +164,6 @@ class _Bench:
             self.figures[f"{key}_over_predicted"] = rate_per_s / best.layout.rate_per_s
             self.layouts[key] = name_layout(best.layout)
         _tell(f"{key}: {tokens_per_s:,.1f} tokens/s a GPU ({self.layouts[key]})")
-
-    def _half_shared(self, requests: int, rate_per_s: float) -> WorkloadConfig:
-        return WorkloadConfig(
-            requests=requests,
-            rate_per_s=rate_per_s,
-            input_tokens=_INPUT_TOKENS - _SHARED_TOKENS,
-            output_tokens=self.output_tokens,
-            shared_prefix_tokens=_SHARED_TOKENS,
-            prefix_groups=_PREFIX_GROUPS,
-        )
 
     def _demand(self, slo: Slo) -> Demand:
         return Demand(

@@ -1,45 +1,20 @@
-"""The compared deployments: the search for the largest goodput, engines that differ from their model, a quick run."""
+"""The compared deployments, and engines that differ from their model."""
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.simulated.goodput import Search
-from benchmarks.simulated.systems import SIMULATED
+from benchmarks.simulated.deployments import SIMULATED
 from penstock.core.types.instances import Role
-from penstock.graph import Graph, Overrides, Slo, build, load
+from penstock.graph import Overrides, load
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.profile.profile import Profile
 from penstock.perf.search.demand import Demand
 from penstock.sim.deployment import plan_deployment
-from penstock.sim.workload.workload import WorkloadConfig
 
 ROOT = Path(__file__).parents[3]
 GRAPHS, PROFILES = ROOT / "examples" / "graphs", ROOT / "examples" / "profiles"
 BY_NAME = {system.name: system for system in SIMULATED}
-SLO = Slo(ttft_s=2.0, itl_s=0.05)
-
-
-def short_answers(requests: int, rate_per_s: float) -> WorkloadConfig:
-    return WorkloadConfig(requests=requests, rate_per_s=rate_per_s, input_tokens=2000, output_tokens=20)
-
-
-def one_worker(slo: Slo) -> Graph:
-    """A worker of 8B on one device, with a batch of up to a hundred."""
-    role = {"hardware": "h100", "engine": "mock", "max_running_requests": 100, "max_batch_tokens": 8292}
-    return build(
-        {"name": "one", "model": "llama-3.1-8b", "roles": {"aggregated": role}, "slo": slo.model_dump()}
-    )
-
-
-@pytest.mark.parametrize("estimate", [5.0, pytest.param(60.0, marks=pytest.mark.nightly)])
-def test_the_largest_goodput_is_found_from_any_estimate(estimate: float) -> None:
-    graph = one_worker(SLO)
-    deployment = plan_deployment(graph, beside=GRAPHS)
-    found = Search(precision=0.1, requests_min=300).largest(deployment, short_answers, SLO, estimate)
-    prefill_s = deployment.role_groups[0].latency.prefill_s(2000)
-    assert 0.5 < found.rate_per_s * prefill_s < 1
-    assert 0.9 * found.rate_per_s <= found.good_per_s <= found.rate_per_s
 
 
 @pytest.mark.parametrize(
