@@ -20,7 +20,7 @@ from benchmarks.chaos.faults import Faults
 from benchmarks.chaos.hosts import Hosts, Supervisor
 from benchmarks.chaos.load import Frontend, Load, Outcome
 from benchmarks.chaos.parts import add_up
-from benchmarks.frontend.usage import cpu_s
+from benchmarks.frontend.servers import cpu_s
 from penstock.bench.report import Report
 
 _HOSTS, _FRONTENDS, _WORKERS = 4, 2, 2

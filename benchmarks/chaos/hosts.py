@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.frontend.usage import cpu_s
+from benchmarks.frontend.servers import cpu_s
 from penstock.core.errors import Unavailable
 from penstock.deploy.secret import SECRET_VARIABLE
 

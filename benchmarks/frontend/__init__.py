@@ -12,9 +12,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from benchmarks.frontend.load import Load, Loaded, Prompts
-from benchmarks.frontend.model import make_model
-from benchmarks.frontend.servers import Server, ours, peer
-from benchmarks.frontend.usage import anonymous_mb, cpu_s, idle_cpu_share, resident_mb
+from benchmarks.frontend.servers import (
+    Server,
+    anonymous_mb,
+    cpu_s,
+    idle_cpu_share,
+    make_model,
+    ours,
+    peer,
+    resident_mb,
+)
 from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frontend.servers import Server
-from benchmarks.frontend.usage import cpu_s
+from benchmarks.frontend.servers import Server, cpu_s
 from penstock.core.errors import ConfigError, Unavailable
 
 _SOURCE = Path(__file__).with_name("load.c")

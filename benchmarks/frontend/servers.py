@@ -1,15 +1,19 @@
 """The two sides: `penstock serve` with mock workers, and Dynamo's frontend with its mocker; neither needs a service."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
+import sysconfig
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.processes.served import served
 from penstock.core.errors import Unavailable
@@ -135,3 +139,83 @@ def _free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_s(pid: int) -> float:
+    """Give the CPU seconds of all its threads so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def resident_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES / 1e6
+
+
+def anonymous_mb(pid: int) -> float:
+    """Give its resident memory without pages of files, which the kernel takes away and reads again as it likes."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "RssAnon" in line)
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def idle_cpu_share(pid: int, seconds: float) -> float:
+    """Give the share of a core that it uses for so long."""
+    before_s, began_s = cpu_s(pid), time.perf_counter()
+    time.sleep(seconds)
+    return (cpu_s(pid) - before_s) / (time.perf_counter() - began_s)
+
+
+def machine_idle_s() -> float:
+    """Give the seconds that all cores together have been idle so far."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return (int(fields[4]) + int(fields[5])) / _TICKS_PER_S
+
+
+_FILES_MAX = 100
+_VOCABULARY = 16_000
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_SPECIAL = ["<|start|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+_SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 64,
+    "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+
+def make_model(directory: Path) -> Path:
+    """Write the model's files; takes a few seconds."""
+    directory.mkdir()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=_SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:_FILES_MAX]
+    tokenizer.train([str(file) for file in files], trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    files_of_json = {
+        "config.json": _SHAPE | {"vocab_size": tokenizer.get_vocab_size()},
+        "generation_config.json": {"bos_token_id": 0, "eos_token_id": [1]},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": _SPECIAL[0],
+            "eos_token": _SPECIAL[1],
+            "model_max_length": 131_072,
+            "chat_template": _TEMPLATE,
+            "clean_up_tokenization_spaces": False,
+        },
+    }
+    for name, content in files_of_json.items():
+        (directory / name).write_text(json.dumps(content))
+    return directory

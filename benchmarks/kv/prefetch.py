@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.runner import add_simulations, expect_at_least, find_graph
-from benchmarks.runner.workload import RECORDED, SYNTHETIC, Workload
+from benchmarks.runner import RECORDED, SYNTHETIC, Workload, add_simulations, expect_at_least, find_graph
 from penstock.bench.report import Report
 from penstock.core import log
 from penstock.core.errors import ConfigError

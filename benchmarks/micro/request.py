@@ -22,7 +22,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from benchmarks.frontend.load import Prompts
-from benchmarks.frontend.model import make_model
+from benchmarks.frontend.servers import make_model
 from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
 from penstock.core.framing import FrameReader

@@ -10,8 +10,7 @@ from benchmarks.planner.planned import ROLES, WITHOUT_FLIPS
 from benchmarks.planner.strategies import make_strategy, workers_at_first
 from benchmarks.planner.workload import Workload, alternating, diurnal, from_trace, growing, steady
 from benchmarks.planner.world.fleets import SLOS, Model, find_model
-from benchmarks.runner.cache import Figures
-from benchmarks.runner.run import fingerprint
+from benchmarks.runner import Figures, fingerprint
 from penstock.core.types.instances import Role
 from penstock.planner.estimate.slo import Slo
 

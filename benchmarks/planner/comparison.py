@@ -8,8 +8,7 @@ from pathlib import Path
 from benchmarks.planner.case import TIMELINE, Case, Play
 from benchmarks.planner.planned import WITHOUT_FLIPS
 from benchmarks.planner.strategies import workers_at_mean, workers_at_peak
-from benchmarks.runner.cache import Figures
-from benchmarks.runner.runner import Runner
+from benchmarks.runner import Figures, Runner
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 

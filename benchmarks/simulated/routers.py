@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.policies.cells import read_rates
+from benchmarks.policies import read_rates
 from benchmarks.runner import (
     RECORDED,
     SYNTHETIC,

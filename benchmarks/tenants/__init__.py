@@ -14,8 +14,7 @@ from time import perf_counter
 import numpy as np
 import uvloop
 
-from benchmarks.frontend.model import make_model
-from benchmarks.frontend.usage import machine_idle_s
+from benchmarks.frontend.servers import machine_idle_s, make_model
 from benchmarks.processes.served import Served, served
 from benchmarks.runner import expect_at_least
 from benchmarks.tenants.load import Client, Flooded, Prompts, session

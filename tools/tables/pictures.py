@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping
 from math import nan
 
+from benchmarks import policies as policies_plot
 from benchmarks.disagg import plot as disagg_plot
 from benchmarks.disagg.choice import Point
 from benchmarks.eviction import plot as eviction_plot
 from benchmarks.kv.retention import plot as retention_plot
 from benchmarks.planner import plot as planner_plot
-from benchmarks.policies import plot as policies_plot
-from benchmarks.policies.cells import Cell
+from benchmarks.policies import Cell
 from benchmarks.simulated import agents_plot
 from benchmarks.simulated import placements as placements_bench
 from benchmarks.transfer import plot as transfer_plot

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.planner.world.cluster import Fleet
 from benchmarks.planner.world.step_times import GridTimes
-from benchmarks.runner.run import GraphFiles
+from benchmarks.runner import GraphFiles
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.graph import Overrides, load

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.regions.traffic import Traffic
-from benchmarks.regions.world import Federation, Loss, Outcome, Region, World
+from benchmarks.regions import Federation, Loss, Outcome, Region, Traffic, World
 from penstock.engine.openai.health.breaker import Breaker
 from penstock.engine.openai.prefixes.advertised import AdvertisedPrefixes
 from penstock.graph import Overrides, load
