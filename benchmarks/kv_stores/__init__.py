@@ -16,10 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.kv_stores.lmcache_peer import LmcachePeer
-from benchmarks.kv_stores.opening import opening_s
-from benchmarks.kv_stores.ours import Memcpy, OurDisk, OurHost
-from benchmarks.transfer.limits import Fio
-from benchmarks.transfer.shapes import Shape
+from benchmarks.kv_stores.ours import Memcpy, OurDisk, OurHost, opening_s
+from benchmarks.transfer.shapes import Fio, Shape
 from penstock.bench.report import Report
 from penstock.core.descriptors import TransferOp
 from penstock.core.errors import PenstockError

@@ -19,11 +19,9 @@ from benchmarks.transfer.contenders import (
     to_storage,
     within_a_process,
 )
-from benchmarks.transfer.limits import Fio
 from benchmarks.transfer.nixl_peer import VARIANTS, NixlPeer
-from benchmarks.transfer.overheads import overheads
-from benchmarks.transfer.rounds import figures_of, limits_of, run_rounds
-from benchmarks.transfer.shapes import POOL_BYTES, SHAPES, SMALL
+from benchmarks.transfer.rounds import figures_of, limits_of, overheads, run_rounds
+from benchmarks.transfer.shapes import POOL_BYTES, SHAPES, SMALL, Fio
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError, PenstockError
 

@@ -11,8 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.transfer.pools import config_for, make_pool
-from benchmarks.transfer.shapes import POOL_BYTES, Shape
+from benchmarks.transfer.shapes import POOL_BYTES, Shape, config_for, make_pool
 from penstock.core.errors import TransferError
 from penstock.transfer import (
     FileRegion,

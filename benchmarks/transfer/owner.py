@@ -11,7 +11,7 @@ import time
 
 import uvloop
 
-from benchmarks.transfer.pools import config_for, make_pool
+from benchmarks.transfer.shapes import config_for, make_pool
 from penstock.transfer import TransferAgent
 
 
