@@ -122,7 +122,7 @@ def messages() -> list[Said]:
             continue
         for node in nodes[path]:
             if isinstance(node, ast.Call) and node.args and (kind := _name(node.func)) in codes:
-                for text in (" ".join(text.split()) for text in _texts(node.args[0])):
+                for text in (" ".join(f"{_field(node)}{text}".split()) for text in _texts(node.args[0])):
                     said = Said(area, text, "" if kind in OWN_FIX else codes[kind])
                     if _is_one(text):
                         found[area, text] = min(said, found.get((area, text), said))
@@ -169,6 +169,14 @@ def _is_one(text: str) -> bool:
 
 def _name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _field(node: ast.Call) -> str:
+    """Give the field that an error's message begins with; empty where it names none."""
+    field = next((keyword.value for keyword in node.keywords if keyword.arg == "field"), None)
+    if field is None:
+        return ""
+    return f"{next(_texts(field), None) or _part(ast.FormattedValue(field, -1))}: "
 
 
 def _texts(node: ast.expr) -> Iterator[str]:

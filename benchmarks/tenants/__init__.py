@@ -20,7 +20,7 @@ from benchmarks.runner import expect_at_least
 from benchmarks.tenants.load import Client, Flooded, Prompts, session
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
-from penstock.frontend.tenants.api_key import hash_of, new_key
+from penstock.frontend.limits.keys import hash_of, new_key
 
 _ROUNDS, _SECONDS, _QUICK_SECONDS = 3, 8.0, 3.0
 _RATE_PER_S = 8.0

@@ -11,9 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Delta, FinishReason, TokenLogprob
 from penstock.core.wire import pack_tokens
-from penstock.frontend.requests.choice_text import ChoiceText
-from penstock.frontend.text.detokenize import Detokenizer
-from penstock.frontend.text.stops import StopFinder
+from penstock.frontend.completion import ChoiceText
+from penstock.frontend.text.detokenize import Detokenizer, StopFinder
 from tests.support.tokenizer import tiny_tokenizer_json
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from penstock.frontend.watch.site_files import _HEADERS, site_files
+from penstock.frontend.watch.routes import _HEADERS, site_files
 
 _INTERVAL_S = 0.2
 

@@ -8,10 +8,16 @@ from penstock.core.ids import RequestId
 from penstock.core.types.events import Tier
 from penstock.core.types.instances import InstanceState, Role
 from penstock.core.types.load import WorkerLoad
-from penstock.frontend.tenants.usage import TenantUse
-from penstock.frontend.watch.alerts import Alert, Severity
-from penstock.frontend.watch.overview import Overview, Percentiles, RoleTerm, Round, Speed, Target
-from penstock.frontend.watch.snapshot import LinkRow, Snapshot, TierRow, WorkerRow
+from penstock.frontend.limits.tenants import TenantUse
+from penstock.frontend.watch.overview import (
+    LatencyTarget,
+    Overview,
+    Percentiles,
+    PlannerRound,
+    RoleTermView,
+    WorkerSpeed,
+)
+from penstock.frontend.watch.snapshot import Alert, LinkRow, PageSnapshot, Severity, TierRow, WorkerRow
 from penstock.router.dispatch.journeys import Journey, LegView, Part
 from penstock.router.explain.explanation import Candidate, Explanation, LeftOut, Prefill, RouteReason
 from penstock.router.workers.member import Condition, WorkerView
@@ -39,7 +45,7 @@ def worker(name: str, **fields: Any) -> WorkerRow:
         "generated_tokens": 3000,
         "preemptions": 4,
         "sessions": 1,
-        "speed": Speed(prefilled_tokens_per_s=100.0, generated_tokens_per_s=50.0, step_s=0.02),
+        "speed": WorkerSpeed(prefilled_tokens_per_s=100.0, generated_tokens_per_s=50.0, step_s=0.02),
         "tiers": tiers,
         "links": (LinkRow(source="prefill-1", transport="shm", num_bytes=4_000_000, seconds=0.5),),
     }
@@ -126,7 +132,7 @@ def decision(request_id: str, worker_name: str, *, prefill: str = "", **fields: 
 def overview(**fields: Any) -> Overview:
     """Give an overview with latencies, a target and a planner."""
     some = Percentiles(count=100, mean=0.03, p50=0.025, p90=0.06, p99=0.2)
-    term = RoleTerm(role=Role.DECODE, now=3, floor=1, reaction=4, keep=2, choice=4, why_not_fewer="itl")
+    term = RoleTermView(role=Role.DECODE, now=3, floor=1, reaction=4, keep=2, choice=4, why_not_fewer="itl")
     known: dict[str, Any] = {
         "seconds": 10.0,
         "arrivals_per_s": 7.5,
@@ -136,15 +142,17 @@ def overview(**fields: Any) -> Overview:
         "ttft": some,
         "itl": some,
         "frontends": ("frontend-1",),
-        "target": Target(ttft_s=0.5, itl_s=0.1, percentile=90.0),
+        "target": LatencyTarget(ttft_s=0.5, itl_s=0.1, percentile=90.0),
         "planner": (
-            Round(number=7, time_s=1.8e9, outcome="scaled", text="decode 3 to 4: demand", terms=(term,)),
+            PlannerRound(
+                number=7, time_s=1.8e9, outcome="scaled", text="decode 3 to 4: demand", terms=(term,)
+            ),
         ),
     }
     return Overview(name="site", **(known | fields))
 
 
-def snapshot(**fields: Any) -> Snapshot:
+def snapshot(**fields: Any) -> PageSnapshot:
     """Give a deployment of three workers with a request; `fields` replace parts of it."""
     known: dict[str, Any] = {
         "time_s": 1.8e9,
@@ -161,7 +169,7 @@ def snapshot(**fields: Any) -> Snapshot:
         "can_kill": True,
     }  # fmt: skip
     made = known | fields
-    return Snapshot(num_workers=made.pop("num_workers", len(made["workers"])), **made)
+    return PageSnapshot(num_workers=made.pop("num_workers", len(made["workers"])), **made)
 
 
 def body(**fields: Any) -> bytes:

@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
 
 
 def _run(_: argparse.Namespace) -> int:
-    from penstock.frontend.tenants.api_key import hash_of, new_key  # noqa: PLC0415
+    from penstock.frontend.limits.keys import hash_of, new_key  # noqa: PLC0415
 
     key = new_key()
     print(f"for the client:   {key}\nfor the key file: {hash_of(key)}")  # noqa: T201 - command output

@@ -75,12 +75,43 @@ class RequestError(PenstockError):
         self,
         message: str,
         *,
+        field: str | None = None,
         param: str | None = None,
         http_status: int = 400,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        """Say what is wrong.
+
+        Args:
+            message: what was given and what was expected.
+            field: the wrong field of the request, which the message then begins with.
+            param: the field that clients are told apart from the message; None: `field`; empty: none.
+            http_status: of the answer.
+            retry_after_s: seconds after which the client may try again.
+        """
+        super().__init__(
+            message if field is None else f"{field}: {message}",
+            param=field if param is None else param or None,
+            retry_after_s=retry_after_s,
+        )
         self.http_status = http_status
+        self.field = field or _field_of(message, param)
+
+    def rename(self, name: Callable[[str], str]) -> None:
+        """Call the wrong field by the name that `name` gives for ours."""
+        if self.param is None:
+            return
+        self.param = name(self.param)
+        if self.field is not None:
+            ours, self.field = self.field, name(self.field)
+            self.message = self.field + self.message[len(ours) :]
+
+
+def _field_of(message: str, param: str | None) -> str | None:
+    """Give the field that a message begins with, `param` or one within it; None where it begins otherwise."""
+    head = message.partition(": ")[0]
+    is_field = param is not None and (head == param or head.startswith((f"{param}.", f"{param}[")))
+    return head if is_field else None
 
 
 class Overloaded(PenstockError):  # noqa: N818 - a state of the server

@@ -187,10 +187,6 @@ class FrontendConfig(Config):
     """Keep-alive of silent streams."""
     write_buffer_bytes: int = pydantic.Field(default=64 << 10, ge=4096)
     """Bytes buffered for a slow client before its stream waits; the kernel buffers as many again."""
-    next_turns_max: int = pydantic.Field(default=64, ge=0)
-    """Next turns of agents whose prompts are computed ahead at once (`agent_hints.speculative_prefill`), in one process; others are not. 0: none."""
-    next_turn_within_s: float = pydantic.Field(default=30.0, gt=0)
-    """How long a next turn waits until its worker has no other request; then it is not computed ahead."""
     models_max: int = pydantic.Field(default=16, ge=1)
     """Models whose tokenizer and chat template stay in memory; as many LoRA adapters are remembered after their last worker left."""
 
@@ -206,3 +202,16 @@ def check_bodies(body_bytes_max: int, receive: ReceiveConfig) -> None:
         raise wrong(
             f"body_bytes_max: must be <= receive.bytes_max, got {body_bytes_max} > {receive.bytes_max}"
         )
+
+
+class EndpointPickerConfig(Config):
+    """Where Envoy asks for endpoints, over gRPC."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every interface."""
+    port: int = pydantic.Field(default=9002, ge=0, le=65535)
+    """TCP port; 0 lets the system choose."""
+    tls: ServerTlsConfig | None = None
+    """Certificate of the port, read again when it changes; None: no TLS."""
+    body_timeout_s: float = pydantic.Field(default=60.0, gt=0)
+    """A request whose body is not complete after so long is refused with 408."""

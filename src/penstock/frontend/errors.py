@@ -1,11 +1,13 @@
 """Errors with an HTTP status and code of their own, and the API's JSON for any error."""
 
 from http import HTTPStatus
-from typing import ClassVar
+from types import TracebackType
+from typing import ClassVar, Self
 
 import msgspec
 
 from penstock.core.errors import ErrorInfo, PenstockError, RequestError, from_info
+from penstock.core.wire import Wire
 
 
 class ErrorBody(msgspec.Struct):
@@ -44,8 +46,8 @@ def error_answer(error: PenstockError) -> ErrorAnswer:
 class _RefusalError(RequestError):
     status: ClassVar[int] = 400
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message, param=param, http_status=self.status)
+    def __init__(self, message: str, *, field: str | None = None, param: str | None = None) -> None:
+        super().__init__(message, field=field, param=param, http_status=self.status)
 
 
 class ContextLengthError(_RefusalError):
@@ -117,3 +119,66 @@ def refusal_of(info: ErrorInfo) -> PenstockError:
     """Rebuild an error that an encoder process reported."""
     kind = _BY_CODE.get(info.code)
     return from_info(info) if kind is None else kind(info.message, param=info.param)
+
+
+_CONTENT = ".content"
+
+
+class FieldOrigin(Wire, frozen=True):
+    """Where a translated message comes from: its field in the client's body, its content's field, and whether the content has the same parts."""
+
+    field: str
+    content: str
+    has_parts: bool = False
+
+
+class ClientFields(Wire, frozen=True):
+    """A context that renames fields in a `RequestError` raised inside it to the client's names.
+
+    Attributes:
+        names: client's field name by our field name; a path after the name is kept.
+        messages: the origin of each message; empty where the client sent `messages` itself.
+        tools: the client's name of a tool's `parameters`, where its tools have no `function` object; empty otherwise.
+    """
+
+    names: dict[str, str] = msgspec.field(default_factory=dict)
+    messages: tuple[FieldOrigin, ...] = ()
+    tools: str = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RequestError):
+            error.rename(self.of)
+
+    def of(self, path: str) -> str:
+        """Give the client's name for a path of fields."""
+        number, _, rest = path.removeprefix("messages[").partition("]")
+        if self.messages and number != path and number.isdecimal() and int(number) < len(self.messages):
+            origin = self.messages[int(number)]
+            if not rest.startswith(_CONTENT):
+                return origin.field + rest if origin.has_parts else origin.field
+            return origin.content + (rest[len(_CONTENT) :] if origin.has_parts else "")
+        if self.tools and path.startswith("tools["):
+            return path.replace(".function.parameters", f".{self.tools}").replace(".function", "")
+        ours = path
+        while ours not in self.names:
+            ours = ours[: max(ours.rfind("."), ours.rfind("["), 0)]
+            if not ours:
+                return path
+        return self.names[ours] + path[len(ours) :]
+
+    def after(self, instructions: int, history: int) -> "ClientFields":
+        """Give the names for a body in which `history` stored messages follow the first `instructions` messages."""
+        head, said = self.messages[:instructions], self.messages[instructions:]
+        stored = FieldOrigin(field="previous_response_id", content="previous_response_id")
+        return ClientFields(
+            names=self.names, messages=(*head, *(stored for _ in range(history)), *said), tools=self.tools
+        )
+
+
+SAME = ClientFields()
+"""For bodies whose field names are our own."""

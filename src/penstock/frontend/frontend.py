@@ -13,39 +13,19 @@ from penstock.core.errors import RequestError
 from penstock.core.types.instances import ModelCard
 from penstock.core.types.load import LINK_VERSION, DeploymentLoads
 from penstock.core.wire import token_list
-from penstock.frontend.client_fields import SAME, ClientFields
-from penstock.frontend.config import FrontendConfig
-from penstock.frontend.embedding_run import EmbeddingRun
-from penstock.frontend.errors import ApiKeyError, RateLimitError
-from penstock.frontend.limits.access import Access
-from penstock.frontend.limits.admission import Admission, Slot
-from penstock.frontend.limits.body import BodyReader
-from penstock.frontend.limits.certificate import RefusedHandshakes
-from penstock.frontend.limits.headers import RequestOptions, named_tenant
-from penstock.frontend.limits.receive_budget import ReceiveBudget
-from penstock.frontend.limits.region_links import RegionLinks
-from penstock.frontend.metrics import FrontendMetrics
-from penstock.frontend.openai.answers import ModelEntry, ModelList
-from penstock.frontend.openai.bodies import ChatRequest, GenerationRequest, Message
-from penstock.frontend.openai.dialect import (
+from penstock.frontend.apis.bodies import ChatRequest, GenerationRequest, Message
+from penstock.frontend.apis.chat import ModelEntry, ModelList
+from penstock.frontend.apis.dialect import (
     AnswerContext,
-    Dialect,
+    ApiDialect,
     EmbeddingOptions,
+    Envelope,
     ResponseFields,
     StreamedAnswer,
     WholeBody,
 )
-from penstock.frontend.openai.events import Envelope
-from penstock.frontend.requests.completion import Completion
-from penstock.frontend.requests.dialects import CHAT, EMBEDDINGS, TOKENIZE
-from penstock.frontend.requests.encoders import LARGE_BYTES, Encoders
-from penstock.frontend.requests.encoding import Prompt, encoding_of
-from penstock.frontend.requests.media import PromptMedia
-from penstock.frontend.requests.next_turns import NextTurns
-from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
-from penstock.frontend.requests.prompt_head import ChangingHeads
-from penstock.frontend.responses.events import RESPONSES
-from penstock.frontend.responses.store import (
+from penstock.frontend.apis.responses_answer import RESPONSES
+from penstock.frontend.apis.responses_store import (
     KeptResponse,
     ResponseStore,
     SharedResponses,
@@ -55,9 +35,22 @@ from penstock.frontend.responses.store import (
     stored_messages,
     with_items,
 )
-from penstock.frontend.tenants.tenants import ANONYMOUS, BELIEVED, Tenant
+from penstock.frontend.apis.tokens import TOKENIZE, TokenizerInfo, parse_detokenize
+from penstock.frontend.completion import Completion
+from penstock.frontend.config import FrontendConfig
+from penstock.frontend.embeddings import EMBEDDINGS, EmbeddingRun
+from penstock.frontend.encoders import LARGE_BYTES, Encoders
+from penstock.frontend.encoding import ChangingHeads, EncodedPrompt, encoding_of
+from penstock.frontend.errors import SAME, ApiKeyError, ClientFields, RateLimitError
+from penstock.frontend.limits.admission import RequestAdmission, RequestSlot
+from penstock.frontend.limits.headers import RequestOptions, named_tenant
+from penstock.frontend.limits.receive import BodyReader, ReceiveBudget
+from penstock.frontend.limits.regions import RegionLinks
+from penstock.frontend.limits.tenants import ANONYMOUS, BELIEVED, ApiAccess, Tenant
+from penstock.frontend.media import PromptMedia
+from penstock.frontend.metrics import FrontendMetrics, RefusedHandshakes
+from penstock.frontend.prepare import PreparedRequest, Preprocessor, RequestMetadata
 from penstock.frontend.text.models import ModelCache, ServedModel
-from penstock.frontend.tokens.bodies import TokenizerInfo, parse_detokenize
 from penstock.seams import RequestDispatcher
 
 _VALUES_AT_ONCE = 2048
@@ -71,14 +64,16 @@ class PendingAnswer(msgspec.Struct, frozen=True):
 
     completion: Completion
     prepared: PreparedRequest
-    dialect: Dialect
+    dialect: ApiDialect
     context: AnswerContext
     stream: bool
 
     def event_stream(self) -> StreamedAnswer:
+        assert self.dialect.stream is not None, "an API of generated text"
         return self.dialect.stream(self.context)
 
     def whole_answer(self) -> WholeBody:
+        assert self.dialect.whole is not None, "an API of generated text"
         return self.dialect.whole(self.context)
 
     async def body(self, answer: WholeBody) -> bytes:
@@ -98,12 +93,11 @@ class PendingEmbeddings(msgspec.Struct, frozen=True):
 
 
 class _Decoded(msgspec.Struct, frozen=True):
-    """A request with its model and its tokenized prompts; `chat` is a chat's, as it came or decoded, with its messages."""
+    """A request with its model and its tokenized prompts."""
 
     request: GenerationRequest
     model: ServedModel
-    prompts: Sequence[Prompt]
-    chat: Sequence[bytes] | ChatRequest | None
+    prompts: Sequence[EncodedPrompt]
     response: ResponseFields | None = None
     messages: bytes | None = None
     embedding: EmbeddingOptions | None = None
@@ -119,7 +113,7 @@ class Frontend:
         dispatcher: RequestDispatcher,
         *,
         hash_key: bytes,
-        access: Access | None = None,
+        access: ApiAccess | None = None,
         registry: CollectorRegistry | None = None,
         rng: random.Random | None = None,
         region: str = "",
@@ -140,13 +134,13 @@ class Frontend:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they add one useless series per counter
         self.config = config
         self.dispatcher = dispatcher
-        self.access = access or Access()
+        self.access = access or ApiAccess()
         registry = CollectorRegistry() if registry is None else registry
         self.metrics = FrontendMetrics(registry)
         self.region_links = RegionLinks(registry)
         self.refused_handshakes = RefusedHandshakes(registry)
         self._region = region
-        self.admission = Admission(
+        self.admission = RequestAdmission(
             inflight_max=config.inflight_max,
             request_timeout_s=config.request_timeout_s,
             receive_timeout_s=config.receive.timeout_s,
@@ -157,14 +151,6 @@ class Frontend:
         self.bodies = BodyReader(config.body_bytes_max, self.metrics)
         self.hash_key = hash_key
         self._rng = rng if rng is not None else random.Random()
-        self._next_turns = NextTurns(
-            dispatcher,
-            self.metrics,
-            hash_key=hash_key,
-            new_id=self.new_id,
-            turns_max=config.next_turns_max,
-            within_s=config.next_turn_within_s,
-        )
         self._responses = ResponseStore(config.responses_bytes_max, responses)
         self._models = ModelCache(dispatcher, config.models_max)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
@@ -178,11 +164,11 @@ class Frontend:
             models_max=config.models_max,
         )
 
-    def arrive(self) -> Slot:
+    def arrive(self) -> RequestSlot:
         """Track a request until its slot is left, including while its body arrives."""
         return self.admission.arrive()
 
-    def _left(self, slot: Slot) -> None:
+    def _left(self, slot: RequestSlot) -> None:
         self._media.release(slot)
         if slot.admitted:
             self.metrics.inflight(-1)
@@ -207,7 +193,7 @@ class Frontend:
             return self.access.tenants.acting(tenant, named_tenant(headers, self.config))
         return tenant
 
-    def admit(self, slot: Slot, tenant: Tenant = ANONYMOUS) -> None:
+    def admit(self, slot: RequestSlot, tenant: Tenant = ANONYMOUS) -> None:
         """Count a request as in flight, once its body is complete.
 
         Raises:
@@ -226,7 +212,7 @@ class Frontend:
         self.metrics.inflight(1)
 
     async def generate(
-        self, body: Sequence[bytes], slot: Slot, options: RequestOptions, dialect: Dialect
+        self, body: Sequence[bytes], slot: RequestSlot, options: RequestOptions, dialect: ApiDialect
     ) -> PendingAnswer:
         """Decode, check and prepare a request of an API.
 
@@ -252,9 +238,11 @@ class Frontend:
             prepared = self._preprocessor.prepared(
                 request, model, metadata, prompts, limits=limits, fields=decoded.fields
             )
-        return self._pending(prepared, slot, decoded, metadata.size_bytes, dialect)
+        return self._pending(prepared, slot, decoded, dialect)
 
-    async def embed(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> PendingEmbeddings:
+    async def embed(
+        self, body: Sequence[bytes], slot: RequestSlot, options: RequestOptions
+    ) -> PendingEmbeddings:
         """Decode, check and prepare a request for embeddings.
 
         Raises:
@@ -277,7 +265,7 @@ class Frontend:
         return PendingEmbeddings(run, prepared)
 
     async def tokenize(
-        self, body: Sequence[bytes], slot: Slot, options: RequestOptions, dialect: Dialect
+        self, body: Sequence[bytes], slot: RequestSlot, options: RequestOptions, dialect: ApiDialect
     ) -> tuple[list[int], ServedModel]:
         """Give the tokens of a body's prompt, and its model.
 
@@ -301,12 +289,12 @@ class Frontend:
         for token_id in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token_id < model.num_token_ids:
                 raise RequestError(
-                    f"tokens: ids must be >= 0 and < {model.num_token_ids}, got {token_id}", param="tokens"
+                    f"ids must be >= 0 and < {model.num_token_ids}, got {token_id}", field="tokens"
                 )
         return await asyncio.to_thread(model.tokenizer.decode, tokens, False)
 
     async def _decode(
-        self, body: Sequence[bytes], size_bytes: int, options: RequestOptions, dialect: Dialect
+        self, body: Sequence[bytes], size_bytes: int, options: RequestOptions, dialect: ApiDialect
     ) -> _Decoded:
         def history(response_id: str) -> bytes:
             return kept_response(self._responses.get(options.tenant, response_id)).messages
@@ -326,7 +314,6 @@ class Frontend:
                 encoded.request,
                 encoded.model,
                 encoded.prompts,
-                body if dialect is CHAT else None,
                 *(encoded.response, encoded.messages, encoded.embedding, encoded.fields),
             )
         parsed = dialect.parse(b"".join(body))
@@ -339,8 +326,7 @@ class Frontend:
         with fields:
             size_bytes += len(before)
             prompts = await self._preprocessor.encode(request, model, size_bytes, encoding_of(parsed))
-        chat = request if isinstance(request, ChatRequest) else None
-        return _Decoded(request, model, prompts, chat, parsed.response, messages, parsed.embedding, fields)
+        return _Decoded(request, model, prompts, parsed.response, messages, parsed.embedding, fields)
 
     def response(self, tenant: str, response_id: str) -> KeptResponse:
         """Give a kept answer of `/v1/responses`.
@@ -359,8 +345,7 @@ class Frontend:
         self._responses.delete(tenant, response_id)
 
     async def close(self) -> None:
-        """End the encoder processes, connections for media, and what is computed ahead. Safe twice."""
-        await self._next_turns.close()
+        """End the encoder processes and connections for media. Safe twice."""
         await self._media.close()
         await self._encoders.close()
 
@@ -374,7 +359,7 @@ class Frontend:
             names = sorted(name for name, card in self.dispatcher.models().items() if card.parent is None)
             if len(names) != 1:
                 raise RequestError(
-                    f"model: name one of {', '.join(names) or 'none, as no worker is ready'}", param="model"
+                    f"name one of {', '.join(names) or 'none, as no worker is ready'}", field="model"
                 )
             (name,) = names
         return await self._models.get(name)
@@ -426,18 +411,12 @@ class Frontend:
         return f"{self._rng.getrandbits(96):024x}"
 
     def _pending(
-        self, prepared: PreparedRequest, slot: Slot, decoded: _Decoded, size_bytes: int, dialect: Dialect
+        self, prepared: PreparedRequest, slot: RequestSlot, decoded: _Decoded, dialect: ApiDialect
     ) -> PendingAnswer:
         """Make the completion of a prepared request."""
         request, name = decoded.request, prepared.model.card.name
-        self._next_turns.arrived(prepared)
-        on_answer = (
-            None if decoded.chat is None else self._next_turns.follow(decoded.chat, prepared, size_bytes)
-        )
         timer = self.metrics.timer(name, slot.arrived, prepared.prompt_tokens)
-        completion = Completion(
-            prepared, self.dispatcher, timer, explains=prepared.options.explains, on_answer=on_answer
-        )
+        completion = Completion(prepared, self.dispatcher, timer, explains=prepared.options.explains)
         if slot.use is not None:
             slot.use.charge(
                 prepared.prompt_tokens,

@@ -4,42 +4,73 @@ Several frontend processes on one port need PROMETHEUS_MULTIPROC_DIR, set to an 
 before they start: then each of them reports the sums of all.
 """
 
+import asyncio
 import copy
+import math
 import os
-from collections.abc import Callable, Iterator
-from enum import StrEnum
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from penstock.frontend.gathered_histogram import GatheredHistogram
-from penstock.frontend.limits.receive_metrics import ReceiveMetrics
-from penstock.frontend.openai.answers import Usage
+from penstock.core.log import get_logger
+from penstock.frontend.apis.dialect import Usage
+from penstock.frontend.limits.receive import ReceiveMetrics
 from penstock.runtime.observations import RequestRecorder
 from penstock.seams import RequestStream
 
+_FLUSH_S = 1.0
+"""How long a value waits at most, for other processes that read this one's metrics."""
+_VALUES_MAX = 4096
+
+
+class GatheredHistogram(Histogram):
+    """Counts values of `gather` whenever it is read, and every second. One event loop owns it."""
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._gathered = array("d")
+
+    def gather(self, value: float) -> None:
+        """Note a value; the labels are set."""
+        gathered = self._gathered
+        if not gathered:
+            asyncio.get_running_loop().call_later(_FLUSH_S, self._count)
+        gathered.append(value)
+        if len(gathered) >= _VALUES_MAX:
+            self._count()
+
+    def flush(self) -> None:
+        """Count what was gathered for all labels."""
+        for child in self._metrics.values():
+            assert isinstance(child, GatheredHistogram), "of the same class"
+            child._count()
+
+    def collect(self) -> Iterable[Metric]:
+        self.flush()
+        return super().collect()
+
+    def _count(self) -> None:
+        gathered, self._gathered = self._gathered, array("d")
+        if not gathered:
+            return
+        counts = [0] * len(self._upper_bounds)
+        for value in gathered:
+            counts[bisect_left(self._upper_bounds, value)] += 1
+        for bucket, count in zip(self._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+        self._sum.inc(sum(gathered))
+
+
+_LOG_EVERY_S = 10.0
+_log = get_logger()
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
 _E2E_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-
-class NextTurn(StrEnum):
-    """What became of a next turn whose prompt was to be computed ahead (`agent_hints.speculative_prefill`)."""
-
-    COMPUTED = "computed"
-    HELD = "held"
-    """Its worker had computed all of it already."""
-    ARRIVED = "arrived"
-    """The next turn came before."""
-    BUSY = "busy"
-    """Its worker had other requests all the time."""
-    REFUSED = "refused"
-    """The chat template refuses it, or it is too long."""
-    FAILED = "failed"
-    DROPPED = "dropped"
-    """Too many were under way (`next_turns_max`), or its body is too large."""
 
 
 class FrontendMetrics(ReceiveMetrics):
@@ -111,17 +142,6 @@ class FrontendMetrics(ReceiveMetrics):
             ["outcome"],
             registry=registry,
         )
-        self._next_turns = Counter(
-            "penstock_frontend_next_turns",
-            "Next turns whose prompts were to be computed ahead (agent_hints.speculative_prefill), by what became of it.",
-            ["outcome"],
-            registry=registry,
-        )
-        self.next_turn_tokens = Counter(
-            "penstock_frontend_next_turn_tokens",
-            "Prompt tokens computed ahead for next turns.",
-            registry=registry,
-        )
         self._repairs = Counter(
             "penstock_frontend_tool_call_repairs",
             "Tool calls that a model wrote out of its grammar, by what was mended.",
@@ -173,9 +193,6 @@ class FrontendMetrics(ReceiveMetrics):
 
     def batch_request(self, *, is_answered: bool) -> None:
         self._batch_requests.labels("answered" if is_answered else "failed").inc()
-
-    def next_turn(self, outcome: NextTurn) -> None:
-        self._next_turns.labels(outcome.value).inc()
 
     def timer(self, model: str, arrived: float, prompt_tokens: int) -> "RequestTimer":
         """Start timing a request of `prompt_tokens` that arrived at `arrived` (event loop time)."""
@@ -287,3 +304,39 @@ class RequestTimer:
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.cached_tokens.inc(usage.prompt_tokens_details.cached_tokens)
         metrics.output_tokens.inc(usage.completion_tokens)
+
+
+class RefusedHandshakes:
+    """Counts TLS handshakes that failed, and tells of clients that do not trust the certificate. One event loop owns it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register the counter."""
+        self._counter = Counter(
+            "penstock_frontend_tls_refused",
+            "TLS handshakes that failed: the client, such as another region's link, does not trust this port's certificate"
+            " (certificate), or spoke no TLS, or left (other).",
+            ["reason"],
+            registry=registry,
+        )
+        self._logged_s = -math.inf
+
+    def note(self, peer: str, error: OSError) -> None:
+        """Count a handshake; at most one certificate in 10 s is logged.
+
+        Args:
+            peer: the client's address.
+            error: why it failed.
+        """
+        reason = getattr(error, "reason", None) or ""
+        is_certificate = "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason)
+        self._counter.labels("certificate" if is_certificate else "other").inc()
+        now_s = asyncio.get_running_loop().time()
+        if is_certificate and now_s >= self._logged_s + _LOG_EVERY_S:
+            self._logged_s = now_s
+            _log.warning(
+                "certificate_refused",
+                peer=peer,
+                reason=reason.lower().replace("_", " "),
+                fix="the client does not trust frontend.tls.certificate: give it the authority that signed it (a region's link:"
+                " regions.N.tls.authority there), or a certificate of the name that it asks for",
+            )

@@ -241,7 +241,7 @@ class Router:
     def arrived(self, request: Request) -> None:
         """Count a request once, however often it is routed."""
         pool = self.fleet.pools.get(request.model)
-        if pool is not None and not request.is_background:
+        if pool is not None:
             pool.traffic.arrived(self._loop.time())
 
     def _on_failure(self, error: Exception) -> None:

@@ -83,10 +83,6 @@ class Frontend:
             (Delta(request_id=request_id, finish_reason=FinishReason.ERROR, error=error.to_info()),)
         )
 
-    def push_cancelled(self, request_id: RequestId) -> None:
-        """Tell the frontend that a background request was cancelled for another request."""
-        self.sink.push((Delta(request_id=request_id, finish_reason=FinishReason.CANCELLED),))
-
 
 @dataclass(slots=True, eq=False)
 class Running:
@@ -112,8 +108,6 @@ class Frontends:
         self.idle.set()
         self.requests: dict[RequestId, Running] = {}
         self.tenants = TenantCounter(now_s)
-        self.background: Running | None = None
-        """The request that runs only as long as it is alone."""
         self._by_sink: dict[FrontendSink, Frontend] = {}
         self._ranks: dict[int, Rank] = {}
         self.broadcast: BroadcastSink | None = None
@@ -161,8 +155,6 @@ class Frontends:
         """Add an accepted request, until it is forgotten."""
         prefill, now_s = _expected(request), self._now_s()
         self.requests[request.request_id] = running = Running(request, frontend, prefill, now_s)
-        if request.is_background:
-            self.background = running
         frontend.requests.add(request.request_id)
         frontend.taken += 1
         frontend.prefill.add(prefill)
@@ -189,8 +181,6 @@ class Frontends:
         running = self.requests.pop(request_id, None)
         if running is not None:
             self.prefilled(running)
-            if running is self.background:
-                self.background = None
             running.frontend.requests.discard(request_id)
             running.frontend.rank.requests -= 1
             if running.deadline is not None:
@@ -305,7 +295,6 @@ class Frontends:
         assert by_frontend == {r: running.frontend for r, running in self.requests.items()}, (
             "requests: each belongs to the frontend that sent it, which is connected"
         )
-        assert self.background is None or list(self.requests.values()) == [self.background], "not alone"
         waiting = {request_id for request_id, running in self.requests.items() if running.prefill is not None}
         ranks = self._ranks.values()
         assert {request_id for rank in ranks for request_id in rank.waiting} == waiting, (

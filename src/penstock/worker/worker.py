@@ -218,10 +218,6 @@ class Worker:
             request = msgspec.structs.replace(request, rank=frontend.rank.number)
         try:
             self._check(request, frontend)
-            if request.is_background and self._frontends.requests:
-                frontend.push_cancelled(request.request_id)
-                return
-            self._end_background()
             self._driver.submit(request, frontend)
         except PenstockError as error:
             self._driver.forget(request.request_id, frontend)  # its prefetch
@@ -244,7 +240,6 @@ class Worker:
         frontend.sent += 1
         self._reports.accepted += 1
         if self._registration is not None and self._registration.refusal is None:
-            self._end_background()
             self._driver.prefetch(prefetch, frontend)
         self._reports.note()
 
@@ -425,12 +420,6 @@ class Worker:
         self._frontends.forget(running.request.request_id)
         self._driver.abort(running.request.request_id, running.frontend)
         self._reports.note()
-
-    def _end_background(self) -> None:
-        """End the background request, if one runs: another comes."""
-        if (running := self._frontends.background) is not None:
-            self._abort(running)
-            running.frontend.push_cancelled(running.request.request_id)
 
     def _expire(self, request_id: RequestId, deadline_s: float) -> None:
         if (running := self._frontends.requests.get(request_id)) is not None:

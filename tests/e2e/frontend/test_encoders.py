@@ -10,7 +10,7 @@ import pytest
 from frontend_site import HI, Site, chat, http, serving
 
 from penstock.core.wire import token_list
-from penstock.frontend.requests.encoders import LARGE_BYTES
+from penstock.frontend.encoders import LARGE_BYTES
 from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card
 
@@ -23,11 +23,7 @@ def children() -> list[int]:
     pids = []
     for task in Path("/proc/self/task").iterdir():
         pids += [int(pid) for pid in (task / "children").read_text().split()]
-    return [
-        pid
-        for pid in pids
-        if b"penstock.frontend.requests.encoder" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    return [pid for pid in pids if b"penstock.frontend.encoders" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 async def test_large_bodies_are_understood_as_small_ones_are() -> None:

@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 
 from penstock.core.errors import RequestError
+from penstock.frontend.apis.bodies import MediaPart
 from penstock.frontend.config import MediaFetchConfig
-from penstock.frontend.openai.media import MediaPart
-from penstock.frontend.requests.fetch import MediaFetcher
+from penstock.frontend.media import MediaFetcher
 
 
 async def answer(request: web.Request) -> web.StreamResponse:

@@ -16,7 +16,7 @@ import pytest
 
 from penstock.demo import MODEL_DIR
 from penstock.deploy.state import load_admin_token
-from penstock.frontend.tenants.api_key import hash_of, new_key
+from penstock.frontend.limits.keys import hash_of, new_key
 
 pytestmark = pytest.mark.slow
 STREAMS = 6

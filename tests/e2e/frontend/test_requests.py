@@ -8,7 +8,7 @@ import openai
 import pytest
 from frontend_site import HI, SPEAK, Answer, Site, bomb, chat, http, serving
 
-from penstock.frontend.requests.encoders import LARGE_BYTES
+from penstock.frontend.encoders import LARGE_BYTES
 from tests.support.dispatcher import ScriptedDispatcher
 from tests.support.tokenizer import tiny_card
 from tests.support.tool_talk import SAID, says

@@ -14,11 +14,9 @@ from penstock.core.types.requests import FinishReason
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
-from penstock.frontend.limits.access import Access
-from penstock.frontend.tenants.api_key import hash_of
-from penstock.frontend.tenants.key_file import TenantConfig
-from penstock.frontend.tenants.tenants import Tenants
-from penstock.frontend.watch.overview import Supervisor
+from penstock.frontend.limits.keys import TenantConfig, hash_of
+from penstock.frontend.limits.tenants import ApiAccess, TenantKeys
+from penstock.frontend.watch.overview import DeploymentSupervisor
 from tests.support.dispatcher import Script, ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_tokenizer_json
 
@@ -124,7 +122,7 @@ async def serving(
     script: Script = SPEAK,
     dispatcher: ScriptedDispatcher | None = None,
     tenants: Mapping[str, TenantConfig] | None = None,
-    supervisor: Supervisor | None = None,
+    supervisor: DeploymentSupervisor | None = None,
     **config,
 ) -> AsyncIterator[Site]:
     dispatcher = dispatcher or ScriptedDispatcher(script)
@@ -132,7 +130,7 @@ async def serving(
         FrontendConfig(port=0, **config),
         dispatcher,
         hash_key=bytes(16),
-        access=Access(tenants=Tenants(tenants or {}, secret=bytes(16)), admin_token=TOKEN),
+        access=ApiAccess(tenants=TenantKeys(tenants or {}, secret=bytes(16)), admin_token=TOKEN),
     )
     server = FrontendServer(frontend, supervisor=supervisor)
     _, port = await server.start()

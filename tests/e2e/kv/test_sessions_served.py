@@ -1,7 +1,6 @@
 """Sessions of agents in real processes, by the openai client: KV stays through tool calls, and goes when it should."""
 
 import asyncio
-import re
 
 import openai
 import pytest
@@ -127,56 +126,6 @@ def test_a_session_stays_with_its_worker_and_goes_on_elsewhere_when_that_is_lost
         assert await keepers() != [keeper]
 
     deploy(scenario, role=MOCK, workers=2)
-
-
-async def next_turns(site, outcome):
-    """Count the next turns with this outcome."""
-    async with site.http.get(f"{site.url}/metrics") as response:
-        metrics = await response.text()
-    found = re.search(rf'penstock_frontend_next_turns_total{{outcome="{outcome}"}} ([0-9]+)', metrics)
-    return int(found[1]) if found else 0
-
-
-async def turn(site, messages, **fields):
-    """Ask a chat; returns (answer, cached tokens, prompt tokens)."""
-    answer = await site.client.chat.completions.create(
-        model="penstock-demo",
-        messages=messages,
-        seed=7,
-        extra_body={"ignore_eos": True, **fields},
-        max_tokens=40,
-    )
-    usage = answer.usage
-    return answer.choices[0].message.content, usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
-
-
-@pytest.mark.parametrize(
-    "role", [pytest.param(MOCK, id="mock"), pytest.param(PAGED, id="paged", marks=pytest.mark.nightly)]
-)
-def test_a_next_turn_is_computed_while_the_tool_runs(deploy, role):
-    async def scenario(site):
-        cached, texts = {}, {}
-        for name, hints in (("plain", {}), ("ahead", {"agent_hints": {"speculative_prefill": True}})):
-            messages = [{"role": "user", "content": f"the agent's plan {WORDS}"}]
-            salt = {"cache_salt": name}
-            text, _, _ = await turn(site, messages, **salt, **hints)
-            if hints:
-
-                async def is_computed():
-                    return await next_turns(site, "computed") == 1
-
-                await site.until(is_computed)
-            messages += [
-                {"role": "assistant", "content": text},
-                {"role": "user", "content": "so says the tool"},
-            ]
-            again, cached[name], prompt = await turn(site, messages, **salt)
-            texts[name] = text, again
-        assert texts["ahead"] == texts["plain"]
-        assert cached["ahead"] > cached["plain"]
-        assert prompt - cached["ahead"] < 16 + 32, "all but the last message and a part of a block"
-
-    deploy(scenario, role=role)
 
 
 REFUSALS = [

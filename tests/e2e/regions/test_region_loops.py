@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from penstock.frontend.tenants.api_key import digest_of
+from penstock.frontend.limits.keys import digest_of
 from tests.support.host import until
 from tests.support.up import Up
 

@@ -20,12 +20,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from penstock.core.types.instances import InstanceState
+from penstock.frontend.config import EndpointPickerConfig
 from penstock.frontend.endpoint_picker import messages
-from penstock.frontend.endpoint_picker.config import EndpointPickerConfig
-from penstock.frontend.endpoint_picker.picker import Picker
+from penstock.frontend.endpoint_picker.exchange import EndpointPicker
 from penstock.frontend.endpoint_picker.server import EndpointPickerServer
-from penstock.frontend.limits.receive_budget import ReceiveBudget
-from penstock.frontend.limits.receive_metrics import ReceiveMetrics
+from penstock.frontend.limits.receive import ReceiveBudget, ReceiveMetrics
 from penstock.router.service.gateway import Server
 from penstock.router.service.routing_service import RoutingService
 from tests.support.certificates import make_authority, make_certificate
@@ -122,7 +121,7 @@ async def scene(
         for name, stub in stubs.items():
             await stub.run(stack)
             await service.put(name, Server(url=f"http://127.0.0.1:{stub.port}", model="m"))
-        picker = Picker(service, None, body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
+        picker = EndpointPicker(service, None, body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
         budget = ReceiveBudget(32 << 20, ReceiveMetrics(registry, "penstock_router"))
         server = EndpointPickerServer(picker, EndpointPickerConfig(port=0), budget)
         _, port = await server.start()

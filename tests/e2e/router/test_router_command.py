@@ -22,11 +22,9 @@ from penstock.demo import MODEL_DIR
 from penstock.deploy.commands import router as router_command
 from penstock.deploy.commands.router import RouterCommandConfig
 from penstock.deploy.state import load_admin_token
-from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
-from penstock.frontend.limits.access import Access
-from penstock.frontend.tenants.api_key import hash_of
-from penstock.frontend.tenants.key_file import TenantConfig
-from penstock.frontend.tenants.tenants import Tenants
+from penstock.frontend.http.router import RoutingHttpConfig, RoutingServer
+from penstock.frontend.limits.keys import TenantConfig, hash_of
+from penstock.frontend.limits.tenants import ApiAccess, TenantKeys
 from penstock.router.service.routing_service import RoutingService
 from tests.support.scenes import scenes
 
@@ -58,7 +56,7 @@ class Api:
         return status, answer["error"]["message"]
 
 
-def run(test: Callable[[Api], Awaitable[None]], access: Access | None = None, **fields: Any) -> None:
+def run(test: Callable[[Api], Awaitable[None]], access: ApiAccess | None = None, **fields: Any) -> None:
     async def run_scenario() -> None:
         config = RoutingHttpConfig(**{"port": 0, "body_bytes_max": 100_000} | fields)
         registry = CollectorRegistry()
@@ -229,7 +227,7 @@ async def test_bad_input_gets_a_clear_answer(api):
         assert (got, text in message) == (status, True), (path, message)
 
 
-@api(Access(tenants=Tenants({"gateway": TenantConfig(keys=(hash_of("the-key"),))})))
+@api(ApiAccess(tenants=TenantKeys({"gateway": TenantConfig(keys=(hash_of("the-key"),))})))
 async def test_an_api_key_is_asked_for_but_by_probes(api):
     for given in ({}, {"Authorization": "Bearer another"}):
         status, answer = await api.ask("GET", "/workers", **given)

@@ -18,8 +18,8 @@ from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR
 from penstock.deploy.processes.watched_servers import WatchedServers
 from penstock.engine.openai.config import ServerConfig
-from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
-from penstock.frontend.requests.route.model import RouteModel
+from penstock.frontend.http.router import RoutingHttpConfig, RoutingServer
+from penstock.frontend.route_query import RouteModel
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.service.gateway import Choice, Query, Stage
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig

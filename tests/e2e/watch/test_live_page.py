@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from penstock.frontend.tenants.usage import TenantUse
+from penstock.frontend.limits.tenants import TenantUse
 from penstock.frontend.watch.snapshot import LinkRow
 from tests.support import snapshots
 from tests.support.browser import Page

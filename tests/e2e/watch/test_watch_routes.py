@@ -9,7 +9,7 @@ from frontend_site import ADMIN, chat, http, of_keys, serving
 
 from penstock.core.errors import Unavailable
 from penstock.frontend.config import PageConfig
-from penstock.frontend.watch import feed
+from penstock.frontend.watch import snapshot
 from penstock.frontend.watch.overview import Overview
 
 OWN = ("Host: 127.0.0.1:8000", "X-Penstock-Page: kill")
@@ -127,7 +127,7 @@ async def watch(site):
 
 
 async def test_watchers_are_few_and_end_with_the_server(monkeypatch):
-    monkeypatch.setattr(feed, "WATCHERS_MAX", 2)
+    monkeypatch.setattr(snapshot, "WATCHERS_MAX", 2)
     supervisor = FakeSupervisor()
     async with serving(supervisor=supervisor) as site:
         await site.ask("POST", "/v1/chat/completions", chat())
@@ -147,7 +147,7 @@ async def test_watchers_are_few_and_end_with_the_server(monkeypatch):
 
 
 async def test_a_supervisor_that_does_not_answer_is_an_alert_and_no_failure(monkeypatch):
-    monkeypatch.setattr(feed, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(snapshot, "INTERVAL_S", 0.0)
     async with serving(supervisor=FakeSupervisor()) as site:
         first = (await site.ask("GET", "/watch/snapshot")).json
         assert first["overview"]["arrivals_per_s"] == 2.5

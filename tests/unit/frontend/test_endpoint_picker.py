@@ -11,12 +11,15 @@ from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import RequestError
 from penstock.frontend.endpoint_picker import messages
-from penstock.frontend.endpoint_picker.exchange import ENDPOINT, Exchange
+from penstock.frontend.endpoint_picker.exchange import (
+    ENDPOINT,
+    EndpointPicker,
+    EnvoyExchange,
+    endpoint_of,
+    query_of,
+)
 from penstock.frontend.endpoint_picker.messages import BodyMode
-from penstock.frontend.endpoint_picker.picker import Picker, endpoint_of
-from penstock.frontend.endpoint_picker.query import query_of
-from penstock.frontend.limits.receive_budget import ReceiveBudget
-from penstock.frontend.limits.receive_metrics import ReceiveMetrics
+from penstock.frontend.limits.receive import ReceiveBudget, ReceiveMetrics
 from penstock.router.service.gateway import Server
 from penstock.router.service.routing_service import RoutingService
 
@@ -94,8 +97,8 @@ class Talk:
             for request in requests:
                 yield request
 
-        picker = Picker(self.service, None, body_bytes_max=1 << 16, body_timeout_s=60.0)
-        exchange = Exchange(picker)
+        picker = EndpointPicker(self.service, None, body_bytes_max=1 << 16, body_timeout_s=60.0)
+        exchange = EnvoyExchange(picker)
         with self.budget.hold(exchange.drop) as received:
             answers = [answer async for answer in exchange.answers(sent(), received)]
         assert not len(self.service.open), "the request is closed with its stream"

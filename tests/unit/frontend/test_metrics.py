@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from penstock.frontend import gathered_histogram
-from penstock.frontend.gathered_histogram import GatheredHistogram
-from penstock.frontend.metrics import FrontendMetrics
+from penstock.frontend import metrics
+from penstock.frontend.metrics import FrontendMetrics, GatheredHistogram
 
 COUNT_ONE_REQUEST = """
 from types import SimpleNamespace
@@ -59,7 +58,7 @@ async def test_what_is_read_equals_what_was_observed() -> None:
     gathered = GatheredHistogram("gap", "Gaps.", ["model"], registry=gathered_registry, buckets=BOUNDS)
     observed = Histogram("gap", "Gaps.", ["model"], registry=observed_registry, buckets=BOUNDS)
     rng = random.Random(0)
-    for _ in range(2 * gathered_histogram._VALUES_MAX + 100):
+    for _ in range(2 * metrics._VALUES_MAX + 100):
         model, value = rng.choice("ab"), rng.choice([*BOUNDS, rng.random() / 100, 5.0])
         gathered.labels(model).gather(value)
         observed.labels(model).observe(value)

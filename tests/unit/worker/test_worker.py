@@ -3,10 +3,8 @@
 import asyncio
 import threading
 
-from msgspec.structs import replace
-
 from penstock.core.ids import RequestId
-from penstock.core.types.requests import FinishReason, Request
+from penstock.core.types.requests import FinishReason
 from tests.support.scenes import run_by
 from tests.support.worker_stage import Stage, make_request, run_scenario, settle
 
@@ -87,32 +85,3 @@ def test_files_are_read_by_hash_beside_the_loop():
 
     here = threading.get_ident()
     asyncio.run(main())
-
-
-@run_by(run_scenario)
-async def test_a_background_request_runs_alone_or_not_at_all(stage: Stage):
-    own, other = stage.sink(), stage.sink()
-
-    def background(name: str) -> Request:
-        return replace(make_request(name), is_background=True)
-
-    stage.worker.submit(background("early"), own)
-    stage.worker.submit(background("second"), other)  # another runs
-    assert [delta.request_id for delta in other.frames[-1]] == ["second"]
-    stage.worker.submit(make_request("a"), other)
-    assert stage.engine.aborted == ["early"]
-    (ended,) = own.frames[-1]
-    assert (ended.request_id, ended.finish_reason) == ("early", FinishReason.CANCELLED)
-    stage.worker.submit(background("late"), own)
-    (ended,) = own.frames[-1]
-    assert (ended.request_id, ended.finish_reason, ended.error) == ("late", FinishReason.CANCELLED, None)
-    assert [request.request_id for request in stage.engine.submitted] == ["early", "a"]
-    stage.engine.emit("a", 1, finish=FinishReason.STOP)
-    await settle()
-    stage.worker.submit(background("again"), own)
-    stage.worker.check()
-    stage.engine.emit("again", 1, finish=FinishReason.LENGTH)
-    await settle()
-    assert own.frames[-1][-1].finish_reason is FinishReason.LENGTH
-    stage.worker.submit(make_request("b"), other)
-    assert stage.engine.aborted == ["early"]

@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from penstock.deploy.commands.explain import ask, replay  # noqa: PLC0415
-    from penstock.frontend.openai.explaining import LATEST_MAX  # noqa: PLC0415
+    from penstock.frontend.http.admin import LATEST_MAX  # noqa: PLC0415
 
     if options.replay is None:
         if options.policy is not None:

@@ -247,8 +247,6 @@ class Request(Wire, frozen=True):
         follows_tool: the prompt has results of tools: a turn of an agent.
         media: images and the like, and the prompt that `token_ids` begins with before they were expanded in it; `block_hashes`
             cover their digests.
-        is_background: compute the prompt for later requests while the worker has none; `FinishReason.CANCELLED` says that it has
-            others, or got one.
         rank: the data-parallel rank that computes it, which the worker sets by the connection that it came over; None: any.
         trace: for logs and traces; None: the client said nothing.
         embeds: the answer is `Delta.embedding` of the prompt; its one token means nothing.
@@ -281,7 +279,6 @@ class Request(Wire, frozen=True):
     retention: KvRetention | None = None
     follows_tool: bool = False
     media: MediaPrompt | None = None
-    is_background: bool = False
     rank: int | None = None
     trace: TraceContext | None = None
     embeds: bool = False

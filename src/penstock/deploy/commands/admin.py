@@ -15,7 +15,7 @@ from penstock.core.errors import RequestError, Unavailable
 from penstock.core.listening import Address
 from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE, admin_token_path, load_admin_token
-from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
+from penstock.frontend.limits.keys import API_KEY_VARIABLE
 
 _TIMEOUT_S = 10.0
 _UNAUTHORIZED = 401

@@ -13,8 +13,8 @@ from penstock.deploy.supervisor.resources.devices import expect_one_machine
 from penstock.engine.launch_host import SymbolicHost
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch
-from penstock.frontend.limits.certificate import ServerTls
-from penstock.frontend.tenants.key_file import read_tenants
+from penstock.frontend.http.server import ServerTls
+from penstock.frontend.limits.keys import read_tenants
 from penstock.graph import DEMO_MODEL, Graph
 from penstock.runtime.tls import PlaneTls
 

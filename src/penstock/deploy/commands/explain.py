@@ -12,7 +12,7 @@ from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.events import Tier
 from penstock.deploy.commands.admin import ask as ask_server
 from penstock.deploy.control.frontend_address import FrontendAddress
-from penstock.frontend.openai.explaining import LATEST_DEFAULT
+from penstock.frontend.http.admin import LATEST_DEFAULT
 from penstock.router.explain.explanation import Candidate, Explanation, Prefill
 from penstock.router.explain.replay import Replay, Replayed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.deploy.control.frontend_address import DEFAULT_URL
 from penstock.deploy.state import admin_token_path
-from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
+from penstock.frontend.limits.keys import API_KEY_VARIABLE
 
 _QUESTION = "What does the router do?"
 

@@ -22,7 +22,7 @@ from penstock.deploy.manifests.yaml_text import dump
 from penstock.deploy.secret import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from penstock.deploy.supervisor.resources.devices import Devices, devices_of, expect_one_machine
-from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
+from penstock.frontend.limits.keys import API_KEY_VARIABLE
 from penstock.graph import Graph
 
 _FRONTEND = "frontend"

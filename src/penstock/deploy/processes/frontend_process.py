@@ -17,12 +17,10 @@ from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.planner_metrics import PlannerMetrics
 from penstock.deploy.processes.supervisor_client import SupervisorClient
 from penstock.deploy.processes.tracing import tracing
+from penstock.frontend.apis.responses_store import SharedResponses
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
-from penstock.frontend.limits.access import Access
-from penstock.frontend.responses.store import SharedResponses
-from penstock.frontend.tenants.shared_limits import share_limits
-from penstock.frontend.tenants.tenants import Tenants
+from penstock.frontend.limits.tenants import ApiAccess, TenantKeys, share_limits
 from penstock.graph import Graph
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.runtime.handshake import Identity
@@ -77,8 +75,8 @@ async def run_frontend(
     for region in graph.regions:
         here = f"@{location.host}" if graph.runtime.spans_hosts else ""
         dispatcher.expect_link(f"link-{region.name}{here}", region.name, len(region.urls))
-    tenants = Tenants.read(config.api_key_file, secret=common.hash_key)
-    access = Access(tenants=tenants, admin_token=common.admin_token)
+    tenants = TenantKeys.read(config.api_key_file, secret=common.hash_key)
+    access = ApiAccess(tenants=tenants, admin_token=common.admin_token)
     frontend = Frontend(
         config,
         dispatcher,

@@ -7,7 +7,14 @@ from pathlib import Path
 
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME
-from penstock.frontend.watch.overview import Overview, Percentiles, RoleTerm, Round, Speed, Target
+from penstock.frontend.watch.overview import (
+    LatencyTarget,
+    Overview,
+    Percentiles,
+    PlannerRound,
+    RoleTermView,
+    WorkerSpeed,
+)
 from penstock.graph.slo import Slo
 from penstock.planner.explain import entries
 from penstock.planner.observe.observation import Observation, WorkerView
@@ -25,10 +32,12 @@ class SupervisorClient:
         """Take the deployment's private directory, and its targets."""
         self._connector = LocalConnector(runtime_dir / SOCKET_NAME)
         self._target = (
-            None if slo is None else Target(ttft_s=slo.ttft_s, itl_s=slo.itl_s, percentile=slo.percentile)
+            None
+            if slo is None
+            else LatencyTarget(ttft_s=slo.ttft_s, itl_s=slo.itl_s, percentile=slo.percentile)
         )
         self._read: tuple[int, int] = (0, 0)  # the log's inode and size
-        self._rounds: tuple[Round, ...] = ()
+        self._rounds: tuple[PlannerRound, ...] = ()
 
     async def overview(self) -> Overview:
         """Describe the deployment over the last 10 seconds; raises PenstockError where the supervisor does not answer."""
@@ -61,7 +70,7 @@ class SupervisorClient:
         """Kill a worker's process; raises PenstockError where there is none, or nobody may."""
         await self._connector.kill(worker)
 
-    def _planner(self, log: Path) -> tuple[Round, ...]:
+    def _planner(self, log: Path) -> tuple[PlannerRound, ...]:
         """Read the log's last rounds, if it has changed."""
         try:
             with log.open("rb") as file:
@@ -76,15 +85,15 @@ class SupervisorClient:
         return self._rounds
 
 
-def _rounds(lines: Sequence[bytes]) -> tuple[Round, ...]:
+def _rounds(lines: Sequence[bytes]) -> tuple[PlannerRound, ...]:
     found = (entries.decode(line) for line in reversed(lines))
     rounds = (_round(entry) for entry in found if isinstance(entry, entries.Round))
     return tuple(each for each, _ in zip(rounds, range(_ROUNDS_MAX), strict=False))
 
 
-def _round(entry: entries.Round) -> Round:
+def _round(entry: entries.Round) -> PlannerRound:
     record, decision = entry.record, entry.record.decision
-    return Round(
+    return PlannerRound(
         number=record.number,
         time_s=entry.time_s,
         outcome=record.outcome,
@@ -92,7 +101,7 @@ def _round(entry: entries.Round) -> Round:
         terms=()
         if decision is None
         else tuple(
-            RoleTerm(
+            RoleTermView(
                 role=term.role,
                 now=term.now,
                 floor=term.floor,
@@ -111,8 +120,8 @@ def _generated_per_s(seen: Observation) -> float:
     return sum(worker.generated_tokens_per_s for worker in seen.workers)
 
 
-def _speed(worker: WorkerView) -> Speed:
-    return Speed(
+def _speed(worker: WorkerView) -> WorkerSpeed:
+    return WorkerSpeed(
         prefilled_tokens_per_s=worker.prefilled_tokens_per_s,
         generated_tokens_per_s=worker.generated_tokens_per_s,
         step_s=worker.step_s.mean,

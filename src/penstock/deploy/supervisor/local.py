@@ -46,9 +46,8 @@ from penstock.deploy.supervisor.scaling.template import WorkerTemplate, read_mod
 from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
 from penstock.deploy.supervisor.spares import SpareProcesses
 from penstock.engine.registry import engine_kind
-from penstock.frontend.limits.certificate import ServerTls
-from penstock.frontend.tenants.api_key import stored_digest
-from penstock.frontend.tenants.key_file import API_KEY_VARIABLE, read_tenants
+from penstock.frontend.http.server import ServerTls
+from penstock.frontend.limits.keys import API_KEY_VARIABLE, read_tenants, stored_digest
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import say_empty, say_small_kv
 from penstock.planner.observe.stream import ObservationStream

@@ -5,21 +5,165 @@ The protocol is that of the inference extension (docs/proposals/004-endpoint-pic
 """
 
 import asyncio
+import contextlib
 import math
 import re
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
-from penstock.core.errors import Overloaded, PenstockError, RequestError
+import msgspec
+
+from penstock.core.errors import Overloaded, PenstockError, RequestError, Unavailable
+from penstock.core.json_text import encode_json
 from penstock.core.log import get_logger
+from penstock.core.wire import TokenArray
 from penstock.frontend.endpoint_picker import messages
 from penstock.frontend.endpoint_picker.messages import BodyMode
-from penstock.frontend.endpoint_picker.picker import Pick, Picker
 from penstock.frontend.errors import ReceiveTimeoutError, error_answer
-from penstock.frontend.limits.receive_budget import Received
-from penstock.frontend.openai.answers import encode
-from penstock.router.service.gateway import Stage
+from penstock.frontend.limits.receive import ReceivedBytes
+from penstock.frontend.prepare import THREAD_BYTES
+from penstock.frontend.route_query import RouteModel, text_of
+from penstock.router.service.gateway import Query, Stage, tokens_of
+from penstock.router.service.routing_service import RoutingService
+from penstock.router.workers.member import Condition
+
+_NO_PROMPT = "\n"
+"""Routes requests without a prompt, such as GET /v1/models."""
+
+
+class _Body(msgspec.Struct):
+    """What chooses a server; what is right in the other fields is the server's concern."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[int | str | list[int]] | None = None
+    cache_salt: str | None = None
+
+
+def query_of(
+    body: bytes, models: list[str], tokenizing: RouteModel | None, exclude: tuple[str, ...]
+) -> Query:
+    """Read what chooses a server from a body. What this cannot read is routed by its bytes, and the server refuses it.
+
+    Args:
+        body: of any API, whole; empty where there is none.
+        models: known names; a request that names no model may go to any.
+        tokenizing: makes tokens of text for its model; None: text is matched by its bytes.
+        exclude: names of servers not to choose.
+
+    Raises:
+        RequestError: no model is known, or a token id is no token id.
+    """
+    try:
+        read = msgspec.json.decode(body, type=_Body) if body else _Body()
+    except (ValueError, RecursionError):
+        read = _Body(prompt=body.decode(errors="replace"))
+    if not models:
+        raise RequestError("no server is known yet", http_status=503)
+    model = read.model or models[0]
+    own = tokenizing if tokenizing is not None and model in tokenizing.names else None
+    return Query(
+        model=model, prompt=_prompt_of(read, own), cache_salt=read.cache_salt or None, exclude=exclude
+    )
+
+
+def _prompt_of(body: _Body, model: RouteModel | None) -> TokenArray | str:
+    if body.messages is not None:
+        try:
+            return text_of(body.messages) if model is None else model.chat(body.messages)
+        except (
+            RequestError
+        ):  # images, or what the template refuses: not what the server has cached, but the same each time
+            return text_of(body.messages)
+    prompt: str | int | list[int | str | list[int]] | list[int] | None = body.prompt
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]  # several prompts go to one server: the first stands for them
+    if isinstance(prompt, list) and prompt:
+        return tokens_of([number for number in prompt if isinstance(number, int)])
+    if not isinstance(prompt, str) or not prompt:
+        return _NO_PROMPT
+    return prompt if model is None else model.prompt(prompt)
+
+
+_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class PickedEndpoint:
+    """An endpoint, `IP:PORT`, and the router's id of the request there."""
+
+    id: str
+    endpoint: str
+
+
+class EndpointPicker:
+    """Picks endpoints from the servers of a `RoutingService`. One event loop owns it."""
+
+    def __init__(
+        self, service: RoutingService, model: RouteModel | None, *, body_bytes_max: int, body_timeout_s: float
+    ) -> None:
+        """Pick from the servers that the service knows; `model` tokenizes text for its servers."""
+        self._service = service
+        self._model = model
+        self.body_bytes_max = body_bytes_max
+        self.body_timeout_s = body_timeout_s
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether some server may get requests."""
+        return any(view.condition is Condition.READY for view in self._service.workers())
+
+    async def pick(self, body: bytes, subset: frozenset[str] | None) -> PickedEndpoint:
+        """Pick the endpoint for a request and count it there, until its final feedback.
+
+        Args:
+            body: of the request, whole.
+            subset: endpoints to pick from; None: all.
+
+        Raises:
+            RequestError: the body is invalid, or no server has its model (404).
+            Overloaded: too many requests are open.
+            Unavailable: no server may get it.
+        """
+        views = self._service.workers()
+        models = sorted({view.model for view in views})
+        excluded = tuple(
+            view.name for view in views if subset is not None and endpoint_of(view.address) not in subset
+        )
+        if subset is not None and len(excluded) == len(views):
+            raise Unavailable(
+                f"none of the {len(subset)} endpoints that the gateway allows is a server that is known here",
+                retry_after_s=1.0,
+            )
+        if len(body) > THREAD_BYTES:
+            query = await asyncio.to_thread(query_of, body, models, self._model, excluded)
+        else:
+            query = query_of(body, models, self._model, excluded)
+        choice = self._service.route(query)
+        return PickedEndpoint(choice.id, endpoint_of(choice.url))
+
+    def feedback(
+        self,
+        pick: PickedEndpoint,
+        stage: Stage,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
+        """Tell the router how far a request is; one that was silent for too long is not known any more."""
+        with contextlib.suppress(RequestError):
+            self._service.feedback(pick.id, stage, cached_tokens, output_tokens)
+
+
+def endpoint_of(url: str) -> str:
+    """Give `IP:PORT` of a server's URL, the IP of an IPv6 address in brackets."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return f"{f'[{host}]' if ':' in host else host}:{parts.port or _PORTS[parts.scheme]}"
+
 
 ENDPOINT = "x-gateway-destination-endpoint"
 _SERVED = "x-gateway-destination-endpoint-served"
@@ -33,13 +177,13 @@ _OUTPUT = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})')
 _log = get_logger()
 
 
-class Exchange:
+class EnvoyExchange:
     """Answers what Envoy says of one request, in order."""
 
-    def __init__(self, picker: Picker) -> None:
+    def __init__(self, picker: EndpointPicker) -> None:
         """Begin before Envoy's first message."""
         self._picker = picker
-        self._received: Received | None = None
+        self._received: ReceivedBytes | None = None
         self._limit: asyncio.Timeout | None = None
         self._dropped: Overloaded | None = None
         self._pieces: list[bytes] = []
@@ -48,7 +192,7 @@ class Exchange:
         self._request_mode: int = BodyMode.FULL_DUPLEX_STREAMED
         self._response_mode: int = BodyMode.FULL_DUPLEX_STREAMED
         self._has_picked = False
-        self._pick: Pick | None = None
+        self._pick: PickedEndpoint | None = None
         """None before, and after the final feedback."""
         self._status = 0
         self._tail = b""
@@ -59,7 +203,7 @@ class Exchange:
         if self._limit is not None:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
-    async def answers(self, requests: AsyncIterator[Any], received: Received) -> AsyncIterator[Any]:
+    async def answers(self, requests: AsyncIterator[Any], received: ReceivedBytes) -> AsyncIterator[Any]:
         """Answer Envoy's messages until Envoy ends the stream, and tell the router how the request went.
 
         Args:
@@ -161,7 +305,7 @@ class Exchange:
         headers = messages.ProcessingResponse(request_headers=_chosen(messages.HeadersResponse(), pick))
         return [_at(pick, headers), *_streamed("request_body", pieces)]
 
-    async def _choose(self) -> Pick:
+    async def _choose(self) -> PickedEndpoint:
         assert self._received is not None, "set before the first message"
         assert self._limit is not None, "as well"
         if self._has_picked:
@@ -212,7 +356,7 @@ class Exchange:
         )
 
 
-def _chosen(response: Any, pick: Pick) -> Any:
+def _chosen(response: Any, pick: PickedEndpoint) -> Any:
     """Set the endpoint as a header; Envoy then chooses its route anew."""
     common = response.response
     common.clear_route_cache = True
@@ -223,7 +367,7 @@ def _chosen(response: Any, pick: Pick) -> Any:
     return response
 
 
-def _at(pick: Pick, answer: Any) -> Any:
+def _at(pick: PickedEndpoint, answer: Any) -> Any:
     """Set the endpoint as metadata, which the protocol asks for beside the header."""
     answer.dynamic_metadata.fields[_NAMESPACE].struct_value.fields[ENDPOINT].string_value = pick.endpoint
     return answer
@@ -243,7 +387,7 @@ def _refusal(error: PenstockError) -> Any:
     answer = messages.ProcessingResponse()
     refusal = answer.immediate_response
     refusal.status.code = error.http_status
-    refusal.body = encode(error_answer(error))
+    refusal.body = encode_json(error_answer(error))
     refusal.details = "penstock_endpoint_picker"
     headers = {"content-type": "application/json"}
     if error.retry_after_s is not None:

@@ -9,12 +9,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
-from penstock.frontend.config import ServerTlsConfig
-from penstock.frontend.endpoint_picker.config import EndpointPickerConfig
-from penstock.frontend.endpoint_picker.exchange import Exchange
+from penstock.frontend.config import EndpointPickerConfig, ServerTlsConfig
+from penstock.frontend.endpoint_picker.exchange import EndpointPicker, EnvoyExchange
 from penstock.frontend.endpoint_picker.messages import SERVICE, ProcessingRequest, ProcessingResponse
-from penstock.frontend.endpoint_picker.picker import Picker
-from penstock.frontend.limits.receive_budget import ReceiveBudget
+from penstock.frontend.limits.receive import ReceiveBudget
 
 _READINESS = ("", "readiness", SERVICE)
 _STOP_GRACE_S = 5.0
@@ -24,9 +22,9 @@ _log = get_logger()
 
 
 class EndpointPickerServer:
-    """Serves a `Picker` until `close`."""
+    """Serves a `EndpointPicker` until `close`."""
 
-    def __init__(self, picker: Picker, config: EndpointPickerConfig, budget: ReceiveBudget) -> None:
+    def __init__(self, picker: EndpointPicker, config: EndpointPickerConfig, budget: ReceiveBudget) -> None:
         """Create the server; bodies count in `budget`."""
         self._config = config
         self._server = grpc.aio.server(
@@ -71,19 +69,19 @@ class EndpointPickerServer:
 
 
 class _Processor:
-    def __init__(self, picker: Picker, budget: ReceiveBudget) -> None:
+    def __init__(self, picker: EndpointPicker, budget: ReceiveBudget) -> None:
         self._picker = picker
         self._budget = budget
 
     async def process(self, request_iterator: AsyncIterator[Any], _context: Any) -> AsyncIterator[Any]:
-        exchange = Exchange(self._picker)
+        exchange = EnvoyExchange(self._picker)
         with self._budget.hold(exchange.drop) as received:
             async for answer in exchange.answers(request_iterator, received):
                 yield answer
 
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated, without types
-    def __init__(self, picker: Picker) -> None:
+    def __init__(self, picker: EndpointPicker) -> None:
         self._picker = picker
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name

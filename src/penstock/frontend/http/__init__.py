@@ -1,4 +1,1 @@
-"""HTTP: routes, connections, and streams with backpressure from their clients.
-
-The logic is in `penstock.frontend.frontend`.
-"""
+"""HTTP: routes, connections, and streams with backpressure from their clients. The logic is in `penstock.frontend.frontend`."""

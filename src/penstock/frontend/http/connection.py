@@ -13,14 +13,14 @@ from penstock.core.errors import Overloaded, PenstockError
 from penstock.core.framing import unsent_bytes
 from penstock.frontend.config import ReceiveConfig
 from penstock.frontend.errors import ReceiveTimeoutError
-from penstock.frontend.limits.receive_budget import ReceiveBudget, Received
+from penstock.frontend.limits.receive import ReceiveBudget, ReceivedBytes
 
 Refuse = Callable[[BaseException | None, int], web.Response]
 Raw = Callable[[PenstockError], bytes]
 _AFTER_STREAMS_S = 1.0
 
 
-class Connection(web.RequestHandler):
+class ClientConnection(web.RequestHandler):
     """Answers invalid HTTP and late headers with the API's error JSON.
 
     Bytes of headers, and of pipelined requests behind the current one, count in the receive budget here. Bytes of
@@ -78,7 +78,7 @@ class Connection(web.RequestHandler):
         self._raw = raw
         self._timeout_s = receive.timeout_s
         self._settings = budget.settings
-        self._early = Received(budget, self._drop)
+        self._early = ReceivedBytes(budget, self._drop)
         self._headers_timer: TimerHandle | None = None
         self._last_body: Any = None  # aiohttp's reader of the latest request's body
         self._reader_timeout_s = reader_timeout_s

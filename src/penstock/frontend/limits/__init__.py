@@ -1,1 +1,1 @@
-"""Limits on clients: certificate and API keys, requests in flight, time, body sizes, and what their headers may say."""
+"""Limits on clients: keys and tenants, requests in flight, time, body sizes, and what their headers may say."""

@@ -9,14 +9,14 @@ from typing import Self
 
 from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from penstock.frontend.errors import ReceiveTimeoutError
-from penstock.frontend.tenants.usage import Use
+from penstock.frontend.limits.tenants import RequestUse
 
 _RESOLUTION_S = 1e-3
 """Timers of uvloop may fire so much before their time."""
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class RequestSlot:
     """One request: arriving while its body is received, in flight once admitted. Entered, it is left at the block's end."""
 
     arrived: float  # arrived and deadline are event loop time
@@ -26,8 +26,8 @@ class Slot:
     admitted: bool = False
     media_bytes: int = 0  # that it holds, see `requests/media.py`
     tenant: str = ""
-    use: Use | None = None  # of its tenant's limits
-    leave: "Callable[[Slot], None] | None" = None  # called when it has ended
+    use: RequestUse | None = None  # of its tenant's limits
+    leave: "Callable[[RequestSlot], None] | None" = None  # called when it has ended
     _ending: PenstockError | None = None  # set when ended before the deadline
     _limit: "_Limit | None" = None
 
@@ -83,7 +83,7 @@ class _Limit:
 
     __slots__ = ("_cancelling", "_has_expired", "_loop", "_slot", "_task", "_timer", "_timer_s")
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: RequestSlot) -> None:
         self._slot = slot
         self._has_expired = False
 
@@ -121,7 +121,7 @@ class _Limit:
         self._task.cancel()
 
 
-class Admission:
+class RequestAdmission:
     """Counts and limits requests. One event loop owns it."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Admission:
         request_timeout_s: float,
         receive_timeout_s: float,
         retry_after_s: Callable[[], float],
-        on_left: Callable[[Slot], None] = lambda _: None,
+        on_left: Callable[[RequestSlot], None] = lambda _: None,
     ) -> None:
         """Admit at most `inflight_max` requests; `on_left` is called with each slot as it ends."""
         self._inflight_max = inflight_max
@@ -139,7 +139,7 @@ class Admission:
         self._receive_timeout_s = receive_timeout_s
         self._retry_after_s = retry_after_s
         self._on_left = on_left
-        self._slots: set[Slot] = set()
+        self._slots: set[RequestSlot] = set()
         self._inflight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -155,15 +155,15 @@ class Admission:
         """Requests admitted and not ended."""
         return self._inflight
 
-    def arrive(self) -> Slot:
+    def arrive(self) -> RequestSlot:
         """Track a request until its slot is left. It does not count against `inflight_max` while its body arrives."""
         now = self._loop.time()
-        slot = Slot(now, now + self._receive_timeout_s, self._receive_timeout_s, leave=self._left)
+        slot = RequestSlot(now, now + self._receive_timeout_s, self._receive_timeout_s, leave=self._left)
         self._slots.add(slot)
         self._idle.clear()
         return slot
 
-    def admit(self, slot: Slot) -> None:
+    def admit(self, slot: RequestSlot) -> None:
         """Count a request as in flight and start its `request_timeout_s`.
 
         Raises:
@@ -180,7 +180,7 @@ class Admission:
         slot.timeout_s = self._timeout_s
         slot.move_deadline(slot.arrived + self._timeout_s)
 
-    def _left(self, slot: Slot) -> None:
+    def _left(self, slot: RequestSlot) -> None:
         try:
             self._on_left(slot)
         finally:

@@ -1,1 +1,1 @@
-"""Text and token ids: chat templates, length bounds, detokenizing, stop strings."""
+"""Text and token ids: chat templates, tokenizing, detokenizing, the internal answer, and the parser of what models write."""

@@ -14,6 +14,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from penstock.core.native import native
+from penstock.frontend.text.source import held_from
 
 REPLACEMENT = "�"
 _WINDOW_TOKENS_MAX = 16  # no character takes more tokens: undecodable bytes this long stay so
@@ -36,7 +37,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_json: bytes, shown: Collection[str] = ()) -> None:
         """Read the decoder of tokenizer.json; special tokens in `shown` have text, where the decoder has an exact implementation."""
-        layout = msgspec.json.decode(tokenizer_json, type=_Layout)
+        layout = read_layout(tokenizer_json)
         self._special = frozenset(
             token.id for token in layout.added_tokens if token.special and token.content not in shown
         )
@@ -74,17 +75,35 @@ class Detokenizer:
         return self._token_bytes(token_id)
 
 
-class _AddedToken(msgspec.Struct):
+class AddedToken(msgspec.Struct):
+    """A token of tokenizer.json that is no word of the vocabulary; the last four say how it is found in a text."""
+
     id: int
     content: str
     special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
 
 
-class _Layout(msgspec.Struct):
-    """The fields of tokenizer.json that decoding needs."""
+class TokenizerModel(msgspec.Struct):
+    type: str | None = None
+    byte_fallback: bool = False
+    dropout: float | None = None
 
-    added_tokens: list[_AddedToken] = []
+
+class TokenizerLayout(msgspec.Struct):
+    """What tokenizer.json says of how texts are cut, and tokens made texts."""
+
+    model: TokenizerModel = msgspec.field(default_factory=TokenizerModel)
+    added_tokens: list[AddedToken] = []
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
     decoder: dict[str, Any] | None = None
+
+
+read_layout = msgspec.json.Decoder(TokenizerLayout).decode
 
 
 _Vocabulary = Callable[[int], str | None]
@@ -328,3 +347,39 @@ class _WindowDecoder:
         self._ids = [window[0], *window[1:][1 - _WINDOW_TOKENS_MAX :]] if window else window
         self._known = len(self._ids)
         return text[len(given) :]
+
+
+class StopFinder:
+    """Searches one output. The match that ends first wins; of matches with the same end, the longest."""
+
+    __slots__ = ("_held", "_stops", "found")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Args: stops: at least one, none of them empty."""
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+        """The stop string that was found."""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Search the next text.
+
+        Returns:
+            (text before any stop string, whether a stop string was found). After a match the rest is dropped, and `feed`
+                must not be called again.
+        """
+        text = self._held + text
+        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            self._held = ""
+            end, at = min(matches)
+            self.found = text[at:end]
+            return text[:at], True
+        keep = min(held_from(text, stop) for stop in self._stops)
+        self._held = text[keep:]
+        return text[:keep], False
+
+    def finish(self) -> str:
+        """Return held-back text: a partial match at the end of the output."""
+        text, self._held = self._held, ""
+        return text

@@ -15,12 +15,10 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.instances import ADDITIONAL_TEMPLATES, TEXT_FILES, ModelCard
 from penstock.frontend.errors import UnknownModelError
-from penstock.frontend.parsing.families import OutputFormat, format_of
-from penstock.frontend.parsing.known import UNKNOWN, known_format
 from penstock.frontend.text.detokenize import Detokenizer
-from penstock.frontend.text.length import LengthBound
+from penstock.frontend.text.parser import UNKNOWN, OutputFormat, format_of, known_format
 from penstock.frontend.text.template import ChatTemplates
-from penstock.frontend.text.words import WordTokens
+from penstock.frontend.text.words import LengthBound, WordTokens
 from penstock.seams import RequestDispatcher
 
 TOKENIZER = "tokenizer.json"
@@ -160,7 +158,7 @@ class ModelCache:
                     retry_after_s=1.0,
                 )
             present = ", ".join(sorted(cards))
-            raise UnknownModelError(f"model: {name!r} does not exist here; models: {present}", param="model")
+            raise UnknownModelError(f"{name!r} does not exist here; models: {present}", field="model")
         return cards[name]
 
     def _remembered(self, name: str) -> ModelCard | None:

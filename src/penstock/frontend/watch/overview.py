@@ -26,7 +26,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
         return cls(count=digest.count, mean=mean, p50=p50, p90=p90, p99=p99)
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class LatencyTarget(msgspec.Struct, frozen=True, kw_only=True):
     """The latency targets: `percentile` % of requests meet both."""
 
     ttft_s: float
@@ -34,7 +34,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     percentile: float
 
 
-class Speed(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """How fast one worker works, over the overview's seconds; None without a step."""
 
     prefilled_tokens_per_s: float
@@ -42,7 +42,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float | None
 
 
-class RoleTerm(msgspec.Struct, frozen=True, kw_only=True):
+class RoleTermView(msgspec.Struct, frozen=True, kw_only=True):
     """How the planner came to a role's number of workers; the fields are those of its log."""
 
     role: Role
@@ -54,7 +54,7 @@ class RoleTerm(msgspec.Struct, frozen=True, kw_only=True):
     why_not_fewer: str
 
 
-class Round(msgspec.Struct, frozen=True, kw_only=True):
+class PlannerRound(msgspec.Struct, frozen=True, kw_only=True):
     """A round of the planner, those like the one before left out.
 
     Attributes:
@@ -67,7 +67,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float
     outcome: str
     text: str
-    terms: tuple[RoleTerm, ...] = ()
+    terms: tuple[RoleTermView, ...] = ()
     shortfall: str = ""
 
 
@@ -100,13 +100,13 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     oldest_queued_s: float = 0.0
     frontends: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
-    speeds: dict[str, Speed] = {}
+    speeds: dict[str, WorkerSpeed] = {}
     replicas: tuple[Replica, ...] = ()
-    target: Target | None = None
-    planner: tuple[Round, ...] | None = None
+    target: LatencyTarget | None = None
+    planner: tuple[PlannerRound, ...] | None = None
 
 
-class Supervisor(Protocol):
+class DeploymentSupervisor(Protocol):
     """A deployment's supervisor, as a frontend asks it."""
 
     async def overview(self) -> Overview:

@@ -79,7 +79,7 @@ class Sessions:
         if request.prefill_only:  # the decode worker keeps the KV
             return
         session = self._begun(request)
-        if session is None and request.speculative_prefill and self.blocks_max and not request.is_background:
+        if session is None and request.speculative_prefill and self.blocks_max:
             key = SessionKey(request.tenant, request.request_id, is_speculative=True)
             session = self._open(key, None, is_ephemeral=False)
         if session is None:
@@ -114,9 +114,7 @@ class Sessions:
             num_shared: leading ones that were cached before it.
         """
         session = self._by_request.get(request.request_id)
-        if self._awaited and request.is_background:
-            session = session or self._awaits(request.tenant, block_hashes[:num_shared])
-        elif self._awaited:
+        if self._awaited:
             self._note_next_turn(request.tenant, block_hashes[:num_shared])
         if session is None or not len(block_hashes):
             return
@@ -127,7 +125,7 @@ class Sessions:
                 session.dropped += own
         if session.is_open:
             self._keep(session, Chain(block_hashes, min(num_prompt, len(block_hashes)), []))
-            if session.key.is_speculative and session.chains and not request.is_background:
+            if session.key.is_speculative and session.chains:
                 self._await_next_turn(session)
 
     def end(self, request: Request, *, is_done: bool) -> None:
@@ -357,11 +355,6 @@ class Sessions:
             session = self._awaited.get((tenant, key))
             if session is not None and not session.requests:
                 self._close(session, SessionEnd.USED)
-
-    def _awaits(self, tenant: str, shared: HashArray) -> Session | None:
-        """Find a tenant's answer whose next turn begins with the blocks `shared`: the one with the longest prompt."""
-        found = (self._awaited.get((tenant, key)) for key in reversed(block_keys(shared)))
-        return next((session for session in found if session is not None), None)
 
     def _forget_awaited(self, session: Session) -> None:
         for key in [key for key, its in self._awaited.items() if its is session]:

@@ -363,7 +363,7 @@ class OpenRequest:
         attempt.on_first_token()
         if attempt.decode is None:
             self.siblings.computed(self, attempt.route.worker_id)
-        if progress.output_tokens == self.request.num_emitted and not self.request.is_background:
+        if progress.output_tokens == self.request.num_emitted:
             ttft_s = self._loop.time() - self._opened_s
             self._shared.metrics.first_token_s.observe(ttft_s)
             self.waited_for_decode = attempt.is_at_decode_worker or 2 * self._decode_wait_s > ttft_s

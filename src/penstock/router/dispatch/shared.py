@@ -67,7 +67,7 @@ class Shared:
     def ended(self, request: Request, journey: Journey, now_s: float, *, is_whole: bool) -> None:
         """Count and keep a request that has ended; `is_whole`: with the end of its answer."""
         pool = self.fleet.pools.get(request.model)
-        if pool is not None and is_whole and not request.is_background:
+        if pool is not None and is_whole:
             pool.traffic.ended(journey.output_tokens - request.num_emitted, now_s)
         assert journey.outcome is not None, "it has ended"
         metrics = self.metrics

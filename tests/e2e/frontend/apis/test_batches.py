@@ -14,10 +14,8 @@ from frontend_site import IDS, TEXT, Site, of_keys, serving
 
 from penstock.core.errors import Overloaded
 from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.frontend.batches import run as batch_run
-from penstock.frontend.batches import runner as batch_runner
-from penstock.frontend.batches import store as batch_store
-from penstock.frontend.batches.store import new_id
+from penstock.frontend import batch_run, batch_store
+from penstock.frontend.batch_store import new_id
 from tests.support.dispatcher import Script, speak
 
 CHAT = "/v1/chat/completions"
@@ -287,7 +285,7 @@ async def test_a_full_disk_loses_nothing_and_ends_nobody(
 
         return written
 
-    monkeypatch.setattr(batch_runner, "_DISK_PAUSE_S", 0.05)
+    monkeypatch.setattr(batch_run, "_DISK_PAUSE_S", 0.05)
     monkeypatch.setattr(batch_run, "_append", fill(append))
     async with batching(tmp_path) as site:
         batch = await start(site.client, [line(name, max_tokens=3) for name in "abc"])
@@ -307,7 +305,7 @@ async def test_a_tenants_large_batch_gives_way_to_tenants_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"_SCAN_S": 0.1, "_TENANTS_AT_ONCE": 1, "_TURN_S": 0.0}.items():
-        monkeypatch.setattr(batch_runner, name, value)
+        monkeypatch.setattr(batch_run, name, value)
     answered: list[str] = []
     waits = asyncio.Event()
 

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError
 from penstock.frontend.config import ServerTlsConfig
-from penstock.frontend.limits.certificate import ServerTls
+from penstock.frontend.http.server import ServerTls
 from tests.support.certificates import make_authority, make_certificate
 
 pytestmark = pytest.mark.needs("openssl")

@@ -12,9 +12,8 @@ from frontend_site import ADMIN, HI, SPEAK, Site, chat, http, of_keys, serving
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.requests import Delta, Request, TraceContext
-from penstock.frontend.http.access_log import AccessLog
-from penstock.frontend.tenants.api_key import hash_of, new_key
-from penstock.frontend.tenants.key_file import TenantConfig
+from penstock.frontend.http.request_log import AccessLog
+from penstock.frontend.limits.keys import TenantConfig, hash_of, new_key
 
 ROLE = b'{"role": "decode"}'
 JSON = "Content-Type: application/json"

@@ -10,7 +10,7 @@ from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.events import salts_of
 from penstock.engine.openai.make import make_engine
 from penstock.engine.spec import EngineSpec
-from penstock.frontend.requests.encoding import request_salt
+from penstock.frontend.encoding import request_salt
 from penstock.graph import Graph
 
 TWO = ["http://a:1", "http://b:1"]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import RequestError
-from penstock.frontend.anthropic.translate import parse_messages
-from penstock.frontend.openai.bodies import ChatRequest
+from penstock.frontend.apis.bodies import ChatRequest
+from penstock.frontend.apis.messages_body import parse_messages
 
 HI = [{"role": "user", "content": "hi"}]
 

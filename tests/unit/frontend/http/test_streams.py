@@ -13,10 +13,9 @@ from aiohttp.test_utils import make_mocked_request
 
 from penstock.core.errors import DeadlineExceeded, PenstockError
 from penstock.frontend.config import FrontendConfig
-from penstock.frontend.http.heads import Heads
-from penstock.frontend.http.replies import json_response, request_id
-from penstock.frontend.http.sse_response import SseResponse
-from penstock.frontend.text.events import TextEvent
+from penstock.frontend.http.generation import SseResponse
+from penstock.frontend.http.replies import AnswerHeads, json_response, request_id
+from penstock.frontend.text.answer import TextEvent
 
 BODY = '{"text":"é"}'.encode()
 
@@ -76,12 +75,12 @@ class Encoder:
         return f"data: {error.message}\n\n".encode()
 
 
-def heads(*, has_cors: bool = False, is_draining: bool = False) -> Heads:
+def heads(*, has_cors: bool = False, is_draining: bool = False) -> AnswerHeads:
     request_id.set("abc")
-    return Heads(has_cors=has_cors, is_draining=lambda: is_draining)
+    return AnswerHeads(has_cors=has_cors, is_draining=lambda: is_draining)
 
 
-def streamed(transport: Transport, made_by: Heads) -> SseResponse:
+def streamed(transport: Transport, made_by: AnswerHeads) -> SseResponse:
     pending: Any = SimpleNamespace(event_stream=Encoder, completion=SimpleNamespace(usage=lambda: None))
     config = FrontendConfig(write_buffer_bytes=4096, reader_timeout_s=2.0)
     return SseResponse(asked(transport), pending, config, made_by)

@@ -12,22 +12,18 @@ from penstock.core.errors import DeadlineExceeded, Overloaded, RequestError, Una
 from penstock.core.types.requests import TraceContext
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.errors import AdminTokenError, ApiKeyError, ReceiveTimeoutError
-from penstock.frontend.limits.access import Access
-from penstock.frontend.limits.admission import Admission, Slot
-from penstock.frontend.limits.certificate import RefusedHandshakes
-from penstock.frontend.limits.headers import read_options
-from penstock.frontend.limits.prefix_query import PrefixQuery
-from penstock.frontend.limits.region_links import REGION_HEADER, RegionLinks
-from penstock.frontend.limits.trace_context import read_trace, sound_request_id
-from penstock.frontend.tenants.api_key import hash_of
-from penstock.frontend.tenants.key_file import TenantConfig
-from penstock.frontend.tenants.tenants import ANONYMOUS, Tenant, Tenants
+from penstock.frontend.limits.admission import RequestAdmission, RequestSlot
+from penstock.frontend.limits.headers import read_options, read_trace, sound_request_id
+from penstock.frontend.limits.keys import TenantConfig, hash_of
+from penstock.frontend.limits.regions import REGION_HEADER, PrefixQuery, RegionLinks
+from penstock.frontend.limits.tenants import ANONYMOUS, ApiAccess, Tenant, TenantKeys
+from penstock.frontend.metrics import RefusedHandshakes
 
 pytestmark = pytest.mark.virtual
 
 
-def admission_of(inflight_max: int, *, receive_timeout_s: float = 60) -> Admission:
-    return Admission(
+def admission_of(inflight_max: int, *, receive_timeout_s: float = 60) -> RequestAdmission:
+    return RequestAdmission(
         inflight_max=inflight_max,
         request_timeout_s=600,
         receive_timeout_s=receive_timeout_s,
@@ -36,7 +32,7 @@ def admission_of(inflight_max: int, *, receive_timeout_s: float = 60) -> Admissi
 
 
 @contextlib.contextmanager
-def admitted(admission: Admission) -> Iterator[Slot]:
+def admitted(admission: RequestAdmission) -> Iterator[RequestSlot]:
     with admission.arrive() as slot:
         admission.admit(slot)
         yield slot
@@ -115,7 +111,7 @@ async def test_draining_waits_and_ends_what_takes_too_long(ends: str) -> None:
 
 
 def test_without_a_token_admin_is_closed_and_without_keys_the_api_is_open() -> None:
-    access = Access()
+    access = ApiAccess()
     assert access.tenant_of({}) is ANONYMOUS
     for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": "Bearer x"}):
         with pytest.raises(AdminTokenError):
@@ -123,7 +119,7 @@ def test_without_a_token_admin_is_closed_and_without_keys_the_api_is_open() -> N
 
 
 def test_bearer_is_read_as_clients_write_it() -> None:
-    access = Access(tenants=Tenants({"one": TenantConfig(keys=(hash_of("key"),))}), admin_token="token")
+    access = ApiAccess(tenants=TenantKeys({"one": TenantConfig(keys=(hash_of("key"),))}), admin_token="token")
     for headers in (
         {"Authorization": "Bearer key"},
         {"Authorization": "bearer key"},

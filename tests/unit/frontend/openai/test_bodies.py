@@ -8,20 +8,21 @@ import msgspec
 import pytest
 
 from penstock.core.errors import EngineError, Overloaded, RequestError
-from penstock.frontend.errors import UnknownModelError, error_answer
-from penstock.frontend.openai import lenient
-from penstock.frontend.openai.agents import AgentHintsBody, SessionBody, agent_options
-from penstock.frontend.openai.answers import encode
-from penstock.frontend.openai.bodies import (
+from penstock.core.json_text import encode_json as encode
+from penstock.frontend.apis import decoding
+from penstock.frontend.apis.bodies import (
+    AgentHintsBody,
     ChatRequest,
     CompletionRequest,
     ContinuationBody,
+    SessionBody,
+    agent_options,
     parse_chat,
     parse_completion,
 )
-from penstock.frontend.openai.body_error import body_error
-from penstock.frontend.openai.structured import structured_of
-from penstock.frontend.openai.validation import check_chat, check_completion, stop_strings
+from penstock.frontend.apis.checks import check_chat, check_completion, stop_strings, structured_of
+from penstock.frontend.apis.decoding import body_error
+from penstock.frontend.errors import UnknownModelError, error_answer
 
 HI = [{"role": "user", "content": "hi"}]
 ASSISTANT = {"role": "assistant", "content": "well"}
@@ -337,7 +338,7 @@ def test_one_stop_string_is_a_list_of_one() -> None:
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     names: set[str] = set()
-    monkeypatch.setattr(lenient, "_named", names)
+    monkeypatch.setattr(decoding, "_named", names)
     return names
 
 
@@ -373,7 +374,7 @@ def test_fields_of_nested_objects_may_be_unknown_too_and_only_so_many_are_named(
     assert chat(stream=True, stream_options=options, nvext={"seen": []}).stream_options.include_usage  # type: ignore[union-attr]
     assert named == {"stream_options.later", "stream_options.other", "nvext.seen"}
     chat(**{f"odd{index}": None for index in range(1000)})
-    assert len(named) == lenient._NAMED_MAX
+    assert len(named) == decoding._NAMED_MAX
 
 
 def test_whole_numbers_may_be_written_as_floats_and_null_left_out_at_any_depth(named: set[str]) -> None:

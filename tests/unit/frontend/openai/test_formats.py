@@ -8,27 +8,25 @@ import pytest
 from tokenizers import Tokenizer
 
 from penstock.core.errors import RequestError
+from penstock.core.json_text import encode_json as encode
 from penstock.core.types.requests import KvRetention, SessionAction, SessionControl, TokenLogprob
 from penstock.core.wire import pack_tokens
-from penstock.frontend.client_fields import ClientFields
-from penstock.frontend.openai.agents import AgentOptions, agent_options
-from penstock.frontend.openai.answers import PromptTokensDetails, Usage, encode
-from penstock.frontend.openai.bodies import (
+from penstock.frontend.apis.bodies import (
+    AgentOptions,
     ChatRequest,
     CompletionRequest,
     Message,
+    agent_options,
     parse_chat,
     parse_completion,
 )
-from penstock.frontend.openai.dialect import names_of
-from penstock.frontend.openai.events import Envelope, EventStream, WholeAnswer
-from penstock.frontend.openai.structured import structured_of
-from penstock.frontend.openai.tools import check_tools, offered_tools
-from penstock.frontend.responses.translate import parse_responses
+from penstock.frontend.apis.chat import EventStream, WholeAnswer
+from penstock.frontend.apis.checks import check_tools, offered_tools, structured_of
+from penstock.frontend.apis.dialect import Envelope, PromptTokensDetails, Usage, names_of
+from penstock.frontend.apis.responses_body import parse_responses
+from penstock.frontend.errors import ClientFields
+from penstock.frontend.text.answer import PromptPart, TextEvent, TokenText
 from penstock.frontend.text.detokenize import Detokenizer
-from penstock.frontend.text.events import TextEvent
-from penstock.frontend.text.prompt_part import PromptPart
-from penstock.frontend.text.token_text import TokenText
 from tests.support.tokenizer import tiny_tokenizer_json
 
 OPEN = SessionControl(action=SessionAction.OPEN)

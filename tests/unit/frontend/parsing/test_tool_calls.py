@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.frontend.parsing.families import OutputFormat, format_of
-from penstock.frontend.parsing.known import known_format
-from penstock.frontend.parsing.parser import OutputParser, ParserPlan
-from penstock.frontend.parsing.source import Parsed
+from penstock.frontend.text.parser import OutputFormat, OutputParser, ParserPlan, format_of, known_format
+from penstock.frontend.text.source import Parsed
 from penstock.frontend.text.template import ChatTemplate
 
 SCHEMAS: dict[str, Any] = {

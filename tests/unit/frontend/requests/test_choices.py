@@ -12,16 +12,14 @@ from penstock.core.errors import EngineError, Unavailable
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import pack_tokens
+from penstock.frontend.apis.bodies import CompletionRequest
+from penstock.frontend.completion import ChoiceText, Completion
 from penstock.frontend.metrics import FrontendMetrics
-from penstock.frontend.openai.bodies import CompletionRequest
-from penstock.frontend.parsing.families import format_of
-from penstock.frontend.parsing.parser import OutputParser, ParserPlan
-from penstock.frontend.requests.choice_text import ChoiceText
-from penstock.frontend.requests.completion import Completion
-from penstock.frontend.requests.preprocess import Preprocessor, RequestMetadata
+from penstock.frontend.prepare import Preprocessor, RequestMetadata
+from penstock.frontend.text.answer import TextEvent
 from penstock.frontend.text.detokenize import Detokenizer
-from penstock.frontend.text.events import TextEvent
 from penstock.frontend.text.models import ServedModel
+from penstock.frontend.text.parser import OutputParser, ParserPlan, format_of
 from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card, tiny_model_files, tiny_tokenizer_json
 
@@ -131,10 +129,9 @@ def told(deltas: list[Delta], stops: tuple[str, ...] = ()) -> tuple[object, ...]
     """Give everything that one choice says, with its counts."""
     plan = ParserPlan(format=FORMAT, tools={"f": {}})
     choice = ChoiceText(0, DETOKENIZER, stops, begins_text=True, parser=OutputParser(plan))
-    text, reasoning, calls, places, reason, raw = "", "", "", [], None, ""
+    text, reasoning, calls, places, reason = "", "", "", [], None
     for delta in deltas:
         event = choice.feed(delta)
-        raw += choice.raw
         if event is not None:
             text, reasoning = text + event.text, reasoning + event.reasoning
             calls += "".join((call.name or "") + call.arguments for call in event.calls)

@@ -18,17 +18,17 @@ from penstock.core.types.instances import request_salt
 from penstock.core.types.requests import KvRetention
 from penstock.core.wire import token_list, unpack_hashes
 from penstock.engine.scheduling.sampling import checked_sampling
-from penstock.frontend.errors import ContextLengthError
-from penstock.frontend.frontend import PendingAnswer
-from penstock.frontend.openai.agents import RetentionBody
-from penstock.frontend.openai.bodies import (
+from penstock.frontend.apis.bodies import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
     ContinuationBody,
     Message,
+    RetentionBody,
 )
-from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
+from penstock.frontend.errors import ContextLengthError
+from penstock.frontend.frontend import PendingAnswer
+from penstock.frontend.prepare import PreparedRequest, Preprocessor, RequestMetadata
 from penstock.frontend.text.models import ServedModel
 from tests.support.tokenizer import CHAT_TEMPLATE, tiny_card, tiny_model_files
 

@@ -5,10 +5,9 @@ import json
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.frontend.anthropic.translate import parse_messages
-from penstock.frontend.openai.bodies import ChatRequest, Message, parse_chat
-from penstock.frontend.requests.encoding import encode_prompts
-from penstock.frontend.requests.prompt_head import ChangingHeads, head_of
+from penstock.frontend.apis.bodies import ChatRequest, Message, parse_chat
+from penstock.frontend.apis.messages_body import parse_messages
+from penstock.frontend.encoding import ChangingHeads, encode_prompts, head_of
 from penstock.frontend.text.models import ServedModel
 from tests.support.tokenizer import tiny_card, tiny_model_files
 

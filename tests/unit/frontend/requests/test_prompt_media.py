@@ -13,11 +13,11 @@ from penstock.core.errors import Overloaded, PenstockError, RequestError
 from penstock.core.types.instances import ModelCard
 from penstock.core.types.requests import MediaItem, MediaKind
 from penstock.core.wire import token_list
+from penstock.frontend.apis.chat import CHAT
 from penstock.frontend.config import FrontendConfig, MediaConfig, MediaFetchConfig
 from penstock.frontend.frontend import Frontend, PendingAnswer
+from penstock.frontend.http.admin import PromptBody, prefix_of
 from penstock.frontend.limits.headers import NO_OPTIONS
-from penstock.frontend.requests.dialects import CHAT
-from penstock.frontend.requests.kv_body import PromptBody, prefix_of
 from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card
 

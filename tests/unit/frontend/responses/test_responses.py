@@ -12,21 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import RequestError
-from penstock.frontend.anthropic.translate import parse_messages
-from penstock.frontend.openai.bodies import ChatRequest, Message
-from penstock.frontend.openai.dialect import ParsedBody
-from penstock.frontend.openai.tools import offered_tools
-from penstock.frontend.responses.store import (
+from penstock.frontend.apis.bodies import ChatRequest, Message
+from penstock.frontend.apis.checks import offered_tools
+from penstock.frontend.apis.dialect import ParsedBody
+from penstock.frontend.apis.messages_body import parse_messages
+from penstock.frontend.apis.responses_body import check_responses, parse_responses
+from penstock.frontend.apis.responses_store import (
     ENTRY_BYTES,
+    RENDERS_MAX,
     ResponseStore,
     SharedResponses,
+    answer_room,
+    fitting_messages,
     kept_bytes,
     kept_response,
     stored_messages,
     with_items,
 )
-from penstock.frontend.responses.translate import check_responses, parse_responses
-from penstock.frontend.responses.truncation import RENDERS_MAX, answer_room, fitting_messages
 
 EXTENSIONS = {
     "top_k": 3,

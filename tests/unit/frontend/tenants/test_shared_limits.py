@@ -9,11 +9,16 @@ from structlog.testing import capture_logs
 
 from penstock.core.types.load import PeerCount, TenantCount
 from penstock.frontend.errors import RateLimitError
-from penstock.frontend.tenants.api_key import hash_of
-from penstock.frontend.tenants.key_file import TenantConfig
-from penstock.frontend.tenants.shared_limits import BUSY_S, IDLE_S, PAUSE_S, share_limits
-from penstock.frontend.tenants.tenants import Tenants
-from penstock.frontend.tenants.usage import Usage, Use
+from penstock.frontend.limits.keys import TenantConfig, hash_of
+from penstock.frontend.limits.tenants import (
+    BUSY_S,
+    IDLE_S,
+    PAUSE_S,
+    RequestUse,
+    TenantKeys,
+    TenantUsage,
+    share_limits,
+)
 from penstock.router.workers.tenant_counts import ANSWER_S_MAX, PASSED_OVER_S
 from penstock.runtime.requests.memory import _Link
 from tests.support.cluster import MemoryCluster
@@ -28,13 +33,13 @@ class SharingFrontend:
     """One frontend of a deployment, with the tenant `t`."""
 
     def __init__(self, config: TenantConfig) -> None:
-        self.tenants = Tenants({"t": config.model_copy(update={"keys": (hash_of("key"),)})})
+        self.tenants = TenantKeys({"t": config.model_copy(update={"keys": (hash_of("key"),)})})
         tenant = self.tenants.of_key(b"key")
         assert tenant is not None
         assert tenant.usage is not None
-        self.usage: Usage = tenant.usage
+        self.usage: TenantUsage = tenant.usage
         self.exchanges = 0
-        self.held: list[Use] = []
+        self.held: list[RequestUse] = []
         self._stack = AsyncExitStack()
 
     async def start(self, cluster: MemoryCluster) -> None:

@@ -10,14 +10,11 @@ from structlog.testing import capture_logs
 from penstock.core.errors import ConfigError
 from penstock.core.files import RELOAD_S
 from penstock.frontend.errors import RateLimitError
-from penstock.frontend.tenants.api_key import hash_of, new_key
-from penstock.frontend.tenants.bucket import Bucket
-from penstock.frontend.tenants.key_file import TenantConfig, read_tenants
-from penstock.frontend.tenants.tenants import Tenant, Tenants
-from penstock.frontend.tenants.usage import Usage
+from penstock.frontend.limits.keys import TenantConfig, hash_of, new_key, read_tenants
+from penstock.frontend.limits.tenants import Tenant, TenantKeys, TenantUsage, TokenBucket
 
 
-def refused(usage: Usage, now_s: float) -> RateLimitError:
+def refused(usage: TenantUsage, now_s: float) -> RateLimitError:
     with pytest.raises(RateLimitError) as caught:
         usage.admit(now_s)
     usage.check()
@@ -26,7 +23,7 @@ def refused(usage: Usage, now_s: float) -> RateLimitError:
 
 
 def test_a_bucket_fills_at_its_rate_up_to_its_burst_and_debts_are_paid_first() -> None:
-    bucket = Bucket(2.0, 10.0, now_s=5.0)
+    bucket = TokenBucket(2.0, 10.0, now_s=5.0)
     bucket.take(9.0, 5.0)
     assert bucket.level(5.0) == 1.0
     assert bucket.level(4.0) == 1.0, "time does not run back"
@@ -42,7 +39,7 @@ def test_a_bucket_fills_at_its_rate_up_to_its_burst_and_debts_are_paid_first() -
 
 
 def test_requests_past_the_rate_come_back_when_there_is_one() -> None:
-    usage = Usage("t", TenantConfig(requests_per_s=4), 0.0)
+    usage = TenantUsage("t", TenantConfig(requests_per_s=4), 0.0)
     for _ in range(4):
         usage.admit(0.0)
     error = refused(usage, 0.0)
@@ -51,14 +48,14 @@ def test_requests_past_the_rate_come_back_when_there_is_one() -> None:
     assert "its limit requests_per_s is 4" in error.message
     usage.admit(0.25)
     refused(usage, 0.25)
-    slow = Usage("t", TenantConfig(requests_per_s=0.1), 0.0)
+    slow = TenantUsage("t", TenantConfig(requests_per_s=0.1), 0.0)
     slow.admit(0.0)
     assert refused(slow, 0.0).retry_after_s == pytest.approx(10.0)
     assert usage.inflight == 5, "a refused request takes no place"
 
 
 def test_no_more_than_so_many_are_in_flight() -> None:
-    usage = Usage("t", TenantConfig(concurrency=2), 0.0)
+    usage = TenantUsage("t", TenantConfig(concurrency=2), 0.0)
     first, _ = usage.admit(0.0), usage.admit(0.0)
     assert refused(usage, 0.0).limit == "concurrency"
     assert first.end(1.0) == (0, 0)
@@ -68,7 +65,7 @@ def test_no_more_than_so_many_are_in_flight() -> None:
 
 
 def test_tokens_are_charged_as_expected_and_then_as_used() -> None:
-    usage = Usage("t", TenantConfig(tokens_per_min=6000), 0.0)
+    usage = TenantUsage("t", TenantConfig(tokens_per_min=6000), 0.0)
     use = usage.admit(0.0)
     use.charge(5000, 9000, lambda: (5000, 100), 0.0)
     assert usage.view(0.0).tokens_left == 6000 - 5000 - 256, "an answer of the usual length"
@@ -84,7 +81,7 @@ def test_tokens_are_charged_as_expected_and_then_as_used() -> None:
 
 
 def test_other_limits_keep_what_was_used() -> None:
-    usage = Usage("t", TenantConfig(requests_per_s=2, concurrency=9), 0.0)
+    usage = TenantUsage("t", TenantConfig(requests_per_s=2, concurrency=9), 0.0)
     usage.admit(0.0)
     usage.admit(0.0)
     usage.limit(TenantConfig(requests_per_s=1, concurrency=2), 0.0)
@@ -189,7 +186,7 @@ def text_of(**keys: str) -> str:
     return f"tenants: {{{', '.join(f'{name}: {{keys: [{hash_of(key)!r}]}}' for name, key in keys.items())}}}"
 
 
-def named(tenants: Tenants, key: str) -> str | None:
+def named(tenants: TenantKeys, key: str) -> str | None:
     tenant = tenants.of_key(key.encode())
     tenants.check()
     return None if tenant is None else tenant.name
@@ -201,16 +198,16 @@ def test_each_key_has_its_tenant() -> None:
         name: TenantConfig(keys=tuple(hash_of(key) for key, owner in keys.items() if owner == name))
         for name in sorted(set(keys.values()))
     }
-    tenants = Tenants(configs)
+    tenants = TenantKeys(configs)
     assert tenants.ask_for_keys
     assert {key: named(tenants, key) for key in keys} == keys
     for key in ("", "key-100", "key-1 ", hash_of("key-1")):
         assert named(tenants, key) is None
-    assert not Tenants({}).ask_for_keys
-    assert Tenants({"idle": TenantConfig()}).ask_for_keys, "a file without keys does not open the server"
+    assert not TenantKeys({}).ask_for_keys
+    assert TenantKeys({"idle": TenantConfig()}).ask_for_keys, "a file without keys does not open the server"
 
 
-def tenant_of(tenants: Tenants, name: str) -> Tenant:
+def tenant_of(tenants: TenantKeys, name: str) -> Tenant:
     """Give the tenant whose key is its name."""
     tenant = tenants.of_key(name.encode())
     assert tenant is not None
@@ -220,7 +217,7 @@ def tenant_of(tenants: Tenants, name: str) -> Tenant:
 def test_salts_are_the_tenants_own_and_cannot_be_guessed() -> None:
     salt = {"a": None, "b": None, "c": "shared", "d": "shared", "e": ""}
     configs = {name: TenantConfig(keys=(hash_of(name),), cache_salt=each) for name, each in salt.items()}
-    one, same, other = (Tenants(configs, secret=bytes(15) + last) for last in (b"0", b"0", b"1"))
+    one, same, other = (TenantKeys(configs, secret=bytes(15) + last) for last in (b"0", b"0", b"1"))
     salts = {name: tenant_of(one, name).cache_salt for name in configs}
     assert salts["c"] == salts["d"]
     assert salts["e"] == ""
@@ -234,7 +231,7 @@ def test_a_gateway_speaks_for_other_tenants() -> None:
         "edge": TenantConfig(keys=(hash_of("edge"),), trusted=True, concurrency=5),
         "known": TenantConfig(keys=(hash_of("known"),), priority="low", concurrency=7),
     }
-    tenants = Tenants(configs)
+    tenants = TenantKeys(configs)
     gateway = tenant_of(tenants, "edge")
     assert tenants.acting(gateway, "") == gateway
     known = tenants.acting(gateway, "known")
@@ -261,7 +258,7 @@ async def test_a_changed_file_counts_at_once_and_a_wrong_one_not(
 
     write.count = 1
     write(text_of(a="first", b="second"))
-    tenants = Tenants.read(str(file))
+    tenants = TenantKeys.read(str(file))
     watching = asyncio.ensure_future(tenants.watch())
     a = tenants.of_key(b"first")
     assert a is not None

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import RequestError
-from penstock.frontend.text.conversation import short_call_id
-from penstock.frontend.text.template import ChatTemplate
+from penstock.frontend.text.template import ChatTemplate, short_call_id
 
 SHOWN = (  # of its roles; leaves out others
     "{% for m in messages %}{% for c in m.tool_calls or [] %}({{ c.function.name }}){% else %}"

@@ -10,13 +10,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import CardFile, ModelCard
+from penstock.frontend.apis.bodies import ChatRequest, CompletionRequest, Message
 from penstock.frontend.errors import ContextLengthError, UnknownModelError
-from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, Message
-from penstock.frontend.requests.preprocess import Preprocessor
+from penstock.frontend.prepare import Preprocessor
 from penstock.frontend.text import words
-from penstock.frontend.text.length import _NFC_SHRINKS_MAX, LengthBound
 from penstock.frontend.text.models import ModelCache, ServedModel
-from penstock.frontend.text.words import WordTokens
+from penstock.frontend.text.words import _NFC_SHRINKS_MAX, LengthBound, WordTokens
 from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card, tiny_model_files, tiny_tokenizer_json
 

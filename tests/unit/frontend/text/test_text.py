@@ -7,11 +7,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from penstock.core.errors import ConfigError, RequestError
-from penstock.frontend.parsing.source import CallDelta
-from penstock.frontend.text.blocks import Blocks, Kind
-from penstock.frontend.text.detokenize import Detokenizer
-from penstock.frontend.text.events import TextEvent
-from penstock.frontend.text.stops import StopFinder
+from penstock.frontend.text.answer import BlockKind, Blocks, TextEvent
+from penstock.frontend.text.detokenize import Detokenizer, StopFinder
+from penstock.frontend.text.source import CallDelta
 from penstock.frontend.text.template import ChatTemplate, ChatTemplates
 from tests.support.tokenizer import tiny_tokenizer_json
 
@@ -130,7 +128,7 @@ def test_each_kind_of_text_has_a_block_that_closes_before_the_next_opens() -> No
     end = TextEvent(0, "", "stop", stopped_by="x", calls=[CallDelta(1, None, "{}")])
     assert steps(blocks, end) == [("added", 3, "{}"), ("closed", 3, "")]
     assert [(block.kind, block.text, block.name) for block in blocks.all] == [
-        (Kind.REASONING, "hmm", ""), (Kind.TEXT, "so", ""), (Kind.CALL, "{}", "f"), (Kind.CALL, "{}", "g"),
+        (BlockKind.REASONING, "hmm", ""), (BlockKind.TEXT, "so", ""), (BlockKind.CALL, "{}", "f"), (BlockKind.CALL, "{}", "g"),
     ]  # fmt: skip
     assert (blocks.finish_reason, blocks.stopped_by) == ("stop", "x")
 

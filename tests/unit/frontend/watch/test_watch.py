@@ -10,20 +10,19 @@ from penstock.core.types.instances import Replica, ReplicaState, Role
 from penstock.core.types.load import KvRead, KvTierCounts, LinkReport, WorkerLoad
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
-from penstock.frontend.watch.alerts import alerts_of
-from penstock.frontend.watch.overview import Overview, Percentiles, Round, Target
-from penstock.frontend.watch.snapshot import ALERTS_MAX, WORKERS_MAX, take_snapshot
+from penstock.frontend.watch.overview import LatencyTarget, Overview, Percentiles, PlannerRound
+from penstock.frontend.watch.snapshot import ALERTS_MAX, WORKERS_MAX, alerts_of, take_snapshot
 from penstock.router.workers.member import Condition
 from tests.support import snapshots
 from tests.support.dispatcher import ScriptedDispatcher
 
 SOUND = snapshots.view(1)
-TARGET = Target(ttft_s=1.0, itl_s=0.05, percentile=90)
+TARGET = LatencyTarget(ttft_s=1.0, itl_s=0.05, percentile=90)
 QUICK = Percentiles(count=9, mean=0.5, p50=0.5, p90=0.9, p99=2.0)
 LATE_FOR_SOME = Percentiles(count=9, mean=0.5, p50=0.5, p90=1.5, p99=2.0)
 LATE = Percentiles(count=9, mean=0.5, p50=1.5, p90=1.5, p99=2.0)
 SEEN = Overview(name="d", seconds=10, ttft=QUICK, target=TARGET, planner=())
-ROUND = Round(number=1, time_s=1.0, outcome="kept", text="no change")
+ROUND = PlannerRound(number=1, time_s=1.0, outcome="kept", text="no change")
 
 
 def worker(**fields):

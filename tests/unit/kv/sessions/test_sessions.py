@@ -228,29 +228,3 @@ def test_what_is_kept_for_a_next_turn_ends_first():
     counts = scene.sessions.counts
     assert (counts.open, counts.speculative, counts.speculative_wasted) == (0, 3, 3)
     assert (counts.displaced, counts.yielded, counts.expired) == (0, 0, 1)  # those of sessions
-
-
-def test_a_prompt_computed_ahead_is_kept_with_the_answer_that_it_continues():
-    scene = Scene()
-    scene.run(scene.begin_speculative(), [1, 2, 3], num_prompt=2)
-    ahead = replace(make_request("ahead", [1]), speculative_prefill=True, is_background=True)
-    scene.sessions.begin(ahead)
-    scene.run(ahead, [1, 2, 4, 5])  # written by the template without what the answer thought
-    counts = scene.sessions.counts
-    assert (counts.speculative, counts.speculative_used, counts.open, counts.pinned_blocks) == (1, 0, 1, 4)
-    scene.flood()
-    assert scene.ask(None, [1, 2, 4, 5, 6]) == 4
-    assert scene.sessions.counts.speculative_used == 1
-    scene.sessions.begin(ahead)
-    scene.run(ahead, [1, 2, 4, 5])
-    assert scene.sessions.counts.open == 0, "the next turn has been"
-
-
-def test_a_prompt_computed_ahead_for_a_session_takes_the_turns_place():
-    scene = Scene()
-    scene.ask("a", [1, 2, 3], OPEN, num_prompt=2)
-    ahead = replace(make_request("ahead", [1]), session="a", speculative_prefill=True, is_background=True)
-    scene.sessions.begin(ahead)
-    scene.run(ahead, [1, 2, 4, 5])
-    counts = scene.sessions.counts
-    assert (counts.open, counts.speculative, counts.pinned_blocks) == (1, 0, 4)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.core.errors import ConfigError
-from penstock.frontend.watch.snapshot import Snapshot
+from penstock.frontend.watch.snapshot import PageSnapshot
 from penstock.router.dispatch.journeys import Journey
 from penstock.router.explain.explanation import Explanation
 
@@ -14,7 +14,7 @@ from penstock.router.explain.explanation import Explanation
 class Seen:
     """A snapshot with the latest requests, and the latest decisions oldest first."""
 
-    snapshot: Snapshot
+    snapshot: PageSnapshot
     requests: list[Journey]
     decisions: list[Explanation]
 
@@ -22,7 +22,7 @@ class Seen:
     def read(cls, body: bytes) -> "Seen":
         """Decode a snapshot; raises ConfigError for another body."""
         try:
-            snapshot = msgspec.json.decode(body, type=Snapshot)
+            snapshot = msgspec.json.decode(body, type=PageSnapshot)
             return cls(
                 snapshot,
                 msgspec.convert(snapshot.requests, list[Journey]),

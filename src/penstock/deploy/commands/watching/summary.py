@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from penstock.deploy.commands.watching.seen import Seen
 from penstock.deploy.commands.watching.words import line, seconds
 from penstock.frontend.watch.overview import Percentiles
-from penstock.frontend.watch.snapshot import Snapshot
+from penstock.frontend.watch.snapshot import PageSnapshot
 
 
 def head(seen: Seen) -> str:
@@ -31,7 +31,7 @@ def figures(seen: Seen) -> str:
     return "   ".join(_figures(snapshot)) + "\n" + _origins(snapshot)
 
 
-def _figures(snapshot: Snapshot) -> Iterator[str]:
+def _figures(snapshot: PageSnapshot) -> Iterator[str]:
     seen = snapshot.overview
     if seen is not None:
         yield f"{seen.arrivals_per_s:.2f} requests/s"
@@ -51,7 +51,7 @@ def _latency(name: str, seen: Percentiles | None) -> str:
     return f"{name} {seconds(seen.p50)} p90 {seconds(seen.p90)} p99 {seconds(seen.p99)}"
 
 
-def _origins(snapshot: Snapshot) -> str:
+def _origins(snapshot: PageSnapshot) -> str:
     """Say where the prompt tokens of the listed workers came from, since they started."""
     counts: dict[str, int] = {}
     for worker in snapshot.workers:

@@ -7,7 +7,7 @@ from statistics import median
 
 from penstock.deploy.commands.watching.seen import Seen
 from penstock.deploy.commands.watching.words import line, seconds
-from penstock.frontend.tenants.usage import TenantUse
+from penstock.frontend.limits.tenants import TenantUse
 from penstock.frontend.watch.snapshot import RegionRow, TierRow, WorkerRow
 from penstock.router.dispatch.journeys import Journey
 from penstock.router.explain.explanation import Explanation

@@ -23,7 +23,7 @@ from penstock.deploy.secret import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from penstock.deploy.supervisor.local_part import PLANNER
 from penstock.deploy.supervisor.resources.devices import devices_of
-from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
+from penstock.frontend.limits.keys import API_KEY_VARIABLE
 from penstock.graph import RoleSpec
 from penstock.runtime.credentials import EVENTS_VARIABLE, REGISTRY_VARIABLE
 

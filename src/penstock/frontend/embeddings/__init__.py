@@ -1,1 +1,0 @@
-"""Embeddings: the bodies of `/v1/embeddings`."""

@@ -1,1 +1,0 @@
-"""Routes of files and batches."""

@@ -1,1 +1,0 @@
-"""The API's reference, made from the types of its bodies and answers: OpenAPI for programs, a page for people."""

@@ -1,1 +1,0 @@
-"""The OpenAI API: request and response bodies, field checks, error texts."""

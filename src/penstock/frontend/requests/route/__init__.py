@@ -1,1 +1,0 @@
-"""What the router alone is asked, over HTTP or by Envoy: a body and its model's tokens."""

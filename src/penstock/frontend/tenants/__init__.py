@@ -1,1 +1,0 @@
-"""Tenants: their API keys, and what each may use at once and over time."""

@@ -1,1 +1,0 @@
-"""vLLM's API of tokens: `/tokenize` and `/detokenize`."""
