@@ -36,6 +36,8 @@ from penstock.frontend.limits.headers import RequestOptions
 from penstock.frontend.limits.tenants import PRIORITY_MAX
 
 _GAP_LOOK_S = 0.05
+_AT_ONCE_BUSY = 1
+"""Requests of batches that run while the process has other requests."""
 
 
 class BatchGaps:
@@ -69,7 +71,7 @@ class BatchGaps:
 
     def _limit(self) -> int:
         others = self._inflight() - self.admitted
-        return self._config.at_once_busy if others > 0 else self._config.at_once
+        return _AT_ONCE_BUSY if others > 0 else self._config.at_once
 
 
 EMBEDDINGS = "/v1/embeddings"

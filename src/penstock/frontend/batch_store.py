@@ -267,6 +267,10 @@ _UPLOAD = ".upload-"
 _UPLOAD_KEPT_S = 3600
 _OWNER_ONLY = 0o700
 LIST_MAX = 10_000
+FILES_MAX = 1000
+"""Files of one tenant."""
+BATCHES_MAX = 64
+"""Batches of one tenant that have not ended."""
 _log = get_logger()
 
 Kept = TypeVar("Kept", FileObject, BatchRecord)
@@ -309,9 +313,9 @@ class BatchStore:
         """
         config = self.config
         files = list(self._files.glob("*.json"))
-        if len(files) >= config.files_max:
+        if len(files) >= FILES_MAX:
             raise RequestError(
-                f"there are {len(files)} files already, and files_max is {config.files_max}; delete some",
+                f"there are {len(files)} files already, and a tenant may have {FILES_MAX}; delete some",
                 field="file",
                 http_status=413,
             )
@@ -381,9 +385,9 @@ class BatchStore:
             RequestError: the tenant has as many batches under way as it may have (429).
         """
         under_way = sum(1 for _ in self.unended())
-        if under_way >= self.config.batches_max:
+        if under_way >= BATCHES_MAX:
             raise RequestError(
-                f"{under_way} batches have not ended, and batches_max is {self.config.batches_max}; wait until one ends",
+                f"{under_way} batches have not ended, and a tenant may have {BATCHES_MAX}; wait until one ends",
                 http_status=429,
                 retry_after_s=60.0,
             )

@@ -35,8 +35,6 @@ class MediaFetchConfig(Config):
     """Largest file that is fetched."""
     timeout_s: float = pydantic.Field(default=10.0, gt=0)
     """Longest time that one file may take, waiting for its turn included."""
-    connections_max: int = pydantic.Field(default=16, ge=1)
-    """Files that are fetched at once; others wait."""
 
     @pydantic.field_validator("hosts")
     @classmethod
@@ -115,23 +113,15 @@ class BatchesConfig(Config):
     directory: str | None = None
     """Where they are kept, shared by all frontends of the deployment and by no other one; None: no files and batches."""
     at_once: int = pydantic.Field(default=16, ge=1)
-    """Requests of batches that run at once in one process while it has no other requests."""
-    at_once_busy: int = pydantic.Field(default=1, ge=1)
-    """The same while it has others."""
+    """Requests of batches that run at once in one process while it has no other requests; else one runs."""
     requests_max: int = pydantic.Field(default=50_000, ge=1)
     """Requests of one batch."""
-    batches_max: int = pydantic.Field(default=64, ge=1)
-    """Batches of one tenant that have not ended."""
     file_bytes_max: int = pydantic.Field(default=200 << 20, ge=1024)
     """Largest file that is uploaded, and largest output of a batch."""
     tenant_bytes_max: int = pydantic.Field(default=4 << 30, ge=1024)
     """Bytes of a tenant's files; with more it uploads none."""
-    files_max: int = pydantic.Field(default=1000, ge=1)
-    """Files of one tenant."""
     files_kept_s: float = pydantic.Field(default=30 * 86_400.0, gt=0)
     """How long a file and an ended batch are kept."""
-    upload_timeout_s: float = pydantic.Field(default=300.0, gt=0)
-    """Longest time that one upload takes."""
 
 
 class FrontendConfig(Config):
@@ -187,8 +177,6 @@ class FrontendConfig(Config):
     """Keep-alive of silent streams."""
     write_buffer_bytes: int = pydantic.Field(default=64 << 10, ge=4096)
     """Bytes buffered for a slow client before its stream waits; the kernel buffers as many again."""
-    models_max: int = pydantic.Field(default=16, ge=1)
-    """Models whose tokenizer and chat template stay in memory; as many LoRA adapters are remembered after their last worker left."""
 
     @pydantic.model_validator(mode="after")
     def _check_bodies(self) -> Self:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -25,13 +24,13 @@ from penstock.frontend.apis.decoding import nested_too_deeply
 from penstock.frontend.apis.dialect import EmbeddingOptions, ParsedBody, ResponseFields
 from penstock.frontend.apis.messages_answer import COUNT_TOKENS, MESSAGES
 from penstock.frontend.apis.responses_answer import RESPONSES
-from penstock.frontend.apis.responses_store import fields_after, stored_messages
+from penstock.frontend.apis.responses_store import stored_messages
 from penstock.frontend.apis.tokens import TOKENIZE
 from penstock.frontend.embeddings import EMBEDDINGS
 from penstock.frontend.encoding import EncodedPrompt, encoding_of, without_prompts
 from penstock.frontend.errors import SAME, ClientFields, refusal_of
 from penstock.frontend.route_query import RouteModel, decode_query
-from penstock.frontend.text.models import ModelCache, ServedModel
+from penstock.frontend.text.models import MODELS_MAX, ModelCache, ServedModel
 from penstock.router.service.gateway import Query
 
 DIALECTS = {
@@ -61,7 +60,6 @@ class EncodeBody(Wire, frozen=True, tag="encode"):
     card: ModelCard
     source: ModelCard
     hash_key: bytes
-    models_max: int
     files: dict[str, bytes] | None = None
     history: bytes = b""  # encoded messages that the body continues
 
@@ -162,7 +160,7 @@ class Encoder:
             raise ProtocolError("the encoder was asked to encode before it was given a body")
         if task.files is not None:
             self._models[task.source] = ServedModel(task.source, task.files)
-            while len(self._models) > task.models_max:
+            while len(self._models) > MODELS_MAX:
                 self._models.popitem(last=False)
         model = self._models.get(task.source)
         if model is None:
@@ -170,7 +168,7 @@ class Encoder:
         self._models.move_to_end(task.source)
         parsed, self._body = self._body, None
         request, messages = parsed.request, stored_messages(parsed, task.history)
-        with fields_after(parsed) as fields:
+        with parsed.fields_now() as fields:
             prompts = encoding_of(parsed)(request, model.adapted(task.card), task.hash_key)
         return EncodedReply(
             request=encode(without_prompts(request)),
@@ -224,15 +222,19 @@ _replies: msgspec.msgpack.Decoder[EncoderReply] = msgspec.msgpack.Decoder(Encode
 _log = get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedBody:
-    """A decoded request without its prompts, its model, and the tokenized prompts."""
+class DecodedBody(msgspec.Struct, frozen=True):
+    """A decoded request, its model, and its tokenized prompts; an encoder leaves the prompts out of the request.
+
+    Attributes:
+        messages: to store, encoded; None: the request and its answer are not kept.
+        fields: the client's names of fields, for errors that come later.
+    """
 
     request: GenerationRequest
     model: ServedModel
-    prompts: tuple[EncodedPrompt, ...]
+    prompts: Sequence[EncodedPrompt]
     response: ResponseFields | None = None
-    messages: bytes | None = None  # to store, encoded
+    messages: bytes | None = None
     embedding: EmbeddingOptions | None = None
     fields: ClientFields = SAME
 
@@ -276,13 +278,10 @@ class EncoderPool:
 class Encoders:
     """Decodes and tokenizes large bodies of the OpenAI API in a pool of encoders."""
 
-    def __init__(
-        self, most: int, cache: ModelCache, *, hash_key: bytes, choices_max: int, models_max: int
-    ) -> None:
+    def __init__(self, most: int, cache: ModelCache, *, hash_key: bytes, choices_max: int) -> None:
         self._shelf = cache
         self._hash_key = hash_key
         self._choices_max = choices_max
-        self._models_max = models_max
         self._pool = EncoderPool(most)
 
     async def encode(
@@ -292,7 +291,7 @@ class Encoders:
         dialect: str,
         model_of: Callable[[str], Awaitable[ServedModel]],
         history: Callable[[str], bytes] | None = None,
-    ) -> EncodedBody:
+    ) -> DecodedBody:
         """Decode, check and tokenize a body of an API once an encoder is free; the caller sets the deadline.
 
         `model_of` gives the model that the body names; `history` gives the encoded messages before those of the body, by the stored answer that it continues.
@@ -312,7 +311,6 @@ class Encoders:
                 card=model.card,
                 source=model.source,
                 hash_key=self._hash_key,
-                models_max=self._models_max,
                 history=history(named.previous)
                 if history is not None and named.previous is not None
                 else b"",
@@ -325,7 +323,7 @@ class Encoders:
             raise _unexpected(encoded)
         kind = ChatRequest if encoded.is_chat else CompletionRequest
         request: GenerationRequest = msgspec.msgpack.decode(encoded.request, type=kind)
-        return EncodedBody(
+        return DecodedBody(
             request,
             model,
             encoded.prompts,

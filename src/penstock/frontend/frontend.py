@@ -13,14 +13,12 @@ from penstock.core.errors import RequestError
 from penstock.core.types.instances import ModelCard
 from penstock.core.types.load import LINK_VERSION, DeploymentLoads
 from penstock.core.wire import token_list
-from penstock.frontend.apis.bodies import ChatRequest, GenerationRequest, Message
+from penstock.frontend.apis.bodies import ChatRequest, Message
 from penstock.frontend.apis.chat import ModelEntry, ModelList
 from penstock.frontend.apis.dialect import (
     AnswerContext,
     ApiDialect,
-    EmbeddingOptions,
     Envelope,
-    ResponseFields,
     StreamedAnswer,
     WholeBody,
 )
@@ -29,7 +27,6 @@ from penstock.frontend.apis.responses_store import (
     KeptResponse,
     ResponseStore,
     SharedResponses,
-    fields_after,
     kept_bytes,
     kept_response,
     stored_messages,
@@ -39,9 +36,9 @@ from penstock.frontend.apis.tokens import TOKENIZE, TokenizerInfo, parse_detoken
 from penstock.frontend.completion import Completion
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.embeddings import EMBEDDINGS, EmbeddingRun
-from penstock.frontend.encoders import LARGE_BYTES, Encoders
+from penstock.frontend.encoders import LARGE_BYTES, DecodedBody, Encoders
 from penstock.frontend.encoding import ChangingHeads, EncodedPrompt, encoding_of
-from penstock.frontend.errors import SAME, ApiKeyError, ClientFields, RateLimitError
+from penstock.frontend.errors import ApiKeyError, RateLimitError
 from penstock.frontend.limits.admission import RequestAdmission, RequestSlot
 from penstock.frontend.limits.headers import RequestOptions, named_tenant
 from penstock.frontend.limits.receive import BodyReader, ReceiveBudget
@@ -92,18 +89,6 @@ class PendingEmbeddings(msgspec.Struct, frozen=True):
     stream: bool = False
 
 
-class _Decoded(msgspec.Struct, frozen=True):
-    """A request with its model and its tokenized prompts."""
-
-    request: GenerationRequest
-    model: ServedModel
-    prompts: Sequence[EncodedPrompt]
-    response: ResponseFields | None = None
-    messages: bytes | None = None
-    embedding: EmbeddingOptions | None = None
-    fields: ClientFields = SAME
-
-
 class Frontend:
     """State of one frontend process. One event loop owns it."""
 
@@ -152,7 +137,7 @@ class Frontend:
         self.hash_key = hash_key
         self._rng = rng if rng is not None else random.Random()
         self._responses = ResponseStore(config.responses_bytes_max, responses)
-        self._models = ModelCache(dispatcher, config.models_max)
+        self._models = ModelCache(dispatcher)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
         self._media = PromptMedia(config.media, dispatcher, hash_key=hash_key, count=self.metrics.media)
         self._heads = ChangingHeads(self.metrics.prompt_head_changed)
@@ -161,7 +146,6 @@ class Frontend:
             self._models,
             hash_key=hash_key,
             choices_max=config.choices_max,
-            models_max=config.models_max,
         )
 
     def arrive(self) -> RequestSlot:
@@ -169,7 +153,8 @@ class Frontend:
         return self.admission.arrive()
 
     def _left(self, slot: RequestSlot) -> None:
-        self._media.release(slot)
+        if slot.media_bytes:
+            self._media.release(slot)
         if slot.admitted:
             self.metrics.inflight(-1)
         if slot.use is not None:
@@ -233,7 +218,7 @@ class Frontend:
         if (head := decoded.prompts[0].head) is not None:
             self._heads.saw(model.card.name, options.tenant, head)
         with decoded.fields:
-            prompts = await self._media.complete(decoded.prompts, request, model, slot)
+            prompts = await self._with_media(decoded, slot)
             limits = await self._preprocessor.limits(request, model)
             prepared = self._preprocessor.prepared(
                 request, model, metadata, prompts, limits=limits, fields=decoded.fields
@@ -274,7 +259,7 @@ class Frontend:
         """
         decoded = await self._decode(body, sum(map(len, body)), options, dialect)
         with decoded.fields:
-            prompts = await self._media.complete(decoded.prompts, decoded.request, decoded.model, slot)
+            prompts = await self._with_media(decoded, slot)
         return [token for prompt in prompts for token in token_list(prompt.token_ids)], decoded.model
 
     async def detokenize(self, body: Sequence[bytes]) -> str:
@@ -295,7 +280,7 @@ class Frontend:
 
     async def _decode(
         self, body: Sequence[bytes], size_bytes: int, options: RequestOptions, dialect: ApiDialect
-    ) -> _Decoded:
+    ) -> DecodedBody:
         def history(response_id: str) -> bytes:
             return kept_response(self._responses.get(options.tenant, response_id)).messages
 
@@ -307,26 +292,24 @@ class Frontend:
         if dialect is RESPONSES:
             body = (with_items(b"".join(body), lambda name: self._responses.get(options.tenant, name)),)
         if size_bytes > LARGE_BYTES:
-            encoded = await self._encoders.encode(
-                body, dialect=dialect.name, model_of=model_of, history=history
-            )
-            return _Decoded(
-                encoded.request,
-                encoded.model,
-                encoded.prompts,
-                *(encoded.response, encoded.messages, encoded.embedding, encoded.fields),
-            )
+            return await self._encoders.encode(body, dialect=dialect.name, model_of=model_of, history=history)
         parsed = dialect.parse(b"".join(body))
         with parsed.fields:
             dialect.check(parsed, self.config.choices_max)
         before = b"" if parsed.previous is None else history(parsed.previous)
         messages = stored_messages(parsed, before) if before or parsed.stores else None
-        request, fields = parsed.request, fields_after(parsed)
+        request, fields = parsed.request, parsed.fields_now()
         model = await model_of(request.model)
         with fields:
             size_bytes += len(before)
             prompts = await self._preprocessor.encode(request, model, size_bytes, encoding_of(parsed))
-        return _Decoded(request, model, prompts, parsed.response, messages, parsed.embedding, fields)
+        return DecodedBody(request, model, prompts, parsed.response, messages, parsed.embedding, fields)
+
+    async def _with_media(self, decoded: DecodedBody, slot: RequestSlot) -> Sequence[EncodedPrompt]:
+        """Give the prompts of a request, with their media expanded."""
+        if not any(prompt.media for prompt in decoded.prompts):
+            return decoded.prompts
+        return await self._media.complete(decoded.prompts, decoded.request, decoded.model, slot)
 
     def response(self, tenant: str, response_id: str) -> KeptResponse:
         """Give a kept answer of `/v1/responses`.
@@ -411,7 +394,7 @@ class Frontend:
         return f"{self._rng.getrandbits(96):024x}"
 
     def _pending(
-        self, prepared: PreparedRequest, slot: RequestSlot, decoded: _Decoded, dialect: ApiDialect
+        self, prepared: PreparedRequest, slot: RequestSlot, decoded: DecodedBody, dialect: ApiDialect
     ) -> PendingAnswer:
         """Make the completion of a prepared request."""
         request, name = decoded.request, prepared.model.card.name

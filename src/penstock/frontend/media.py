@@ -27,6 +27,8 @@ from penstock.frontend.text.models import ServedModel
 from penstock.seams import RequestDispatcher
 
 _PIECE_BYTES = 64 << 10
+_CONNECTIONS_MAX = 16
+"""Files that are fetched at once; others wait."""
 
 
 class MediaFetcher:
@@ -35,7 +37,7 @@ class MediaFetcher:
     def __init__(self, config: MediaFetchConfig) -> None:
         self._config = config
         self._places = config.places
-        self._free = asyncio.Semaphore(config.connections_max)
+        self._free = asyncio.Semaphore(_CONNECTIONS_MAX)
         self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, part: MediaPart) -> bytes:
@@ -79,9 +81,7 @@ class MediaFetcher:
         _check_literal(url.host or "", allows_private=self._config.private_addresses)
         if self._session is None:
             resolver = _PublicResolver(allows_private=self._config.private_addresses)
-            connector = aiohttp.TCPConnector(
-                resolver=resolver, use_dns_cache=False, limit=self._config.connections_max
-            )
+            connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, limit=_CONNECTIONS_MAX)
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),

@@ -134,6 +134,13 @@ class ParsedBody(msgspec.Struct, frozen=True):
         """The stored answer that it continues; its messages go before those of `request`."""
         return None if self.response is None else self.response.previous
 
+    def fields_now(self) -> ClientFields:
+        """Give `fields`, once stored messages may stand before those that the client sent."""
+        if not self.fields.messages or not isinstance(self.request, ChatRequest):
+            return self.fields
+        history = len(self.request.messages) - len(self.fields.messages)
+        return self.fields.after(self.instructions, history) if history else self.fields
+
 
 class AnswerContext(msgspec.Struct, frozen=True):
     """What translators of an answer may use.

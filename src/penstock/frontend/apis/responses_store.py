@@ -19,7 +19,6 @@ from penstock.frontend.apis.bodies import ChatRequest, Message
 from penstock.frontend.apis.checks import wrong
 from penstock.frontend.apis.decoding import without_half_pairs
 from penstock.frontend.apis.dialect import ParsedBody
-from penstock.frontend.errors import ClientFields
 
 ENTRY_BYTES = 400
 """Memory that a conversation takes beside its messages (CPython 3.11)."""
@@ -302,14 +301,6 @@ def stored_messages(parsed: ParsedBody, history: bytes) -> bytes | None:
         said = [*_decode(history), *said]
         request.messages = [*head, *said]
     return _encode(said) if parsed.stores else None
-
-
-def fields_after(parsed: ParsedBody) -> ClientFields:
-    """Give the names of a body's fields, once `stored_messages` may have put a conversation before them."""
-    if not parsed.fields.messages or not isinstance(parsed.request, ChatRequest):
-        return parsed.fields
-    history = len(parsed.request.messages) - len(parsed.fields.messages)
-    return parsed.fields.after(parsed.instructions, history) if history else parsed.fields
 
 
 ANSWER_TOKENS_MAX = 1024

@@ -112,6 +112,7 @@ async def _copy(part: BodyPartReader, file: BinaryIO, bytes_max: int) -> None:
 
 Handler = Callable[[web.Request, BatchStore], Awaitable[web.StreamResponse]]
 _UPLOADS_MAX = 16
+_UPLOAD_TIMEOUT_S = 300.0
 _DISK_RETRY_AFTER_S = 30.0
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -179,7 +180,7 @@ class BatchRoutes:
         self._uploads += 1
         try:
             with self._frontend.arrive() as slot:
-                slot.timeout_s = self._config.upload_timeout_s
+                slot.timeout_s = _UPLOAD_TIMEOUT_S
                 slot.deadline = slot.arrived + slot.timeout_s
                 with slot.limit():
                     return json_response(encode_json(await receive_file(request, store)))

@@ -22,6 +22,8 @@ from penstock.frontend.text.words import LengthBound, WordTokens
 from penstock.seams import RequestDispatcher
 
 TOKENIZER = "tokenizer.json"
+MODELS_MAX = 16
+"""Models of a process whose tokenizer and chat template stay in memory; as many LoRA adapters are remembered after their last worker left."""
 
 _log = get_logger()
 
@@ -97,7 +99,7 @@ class ModelCache:
     Hosts that serve the same files give cards that differ in their date alone, so the date is no part of a model's key.
     """
 
-    def __init__(self, dispatcher: RequestDispatcher, models_max: int) -> None:
+    def __init__(self, dispatcher: RequestDispatcher, models_max: int = MODELS_MAX) -> None:
         self._dispatcher = dispatcher
         self._models_max = models_max
         self._models: OrderedDict[ModelCard, ServedModel] = OrderedDict()
