@@ -27,7 +27,7 @@ from penstock.engine.openai.events import followed
 from penstock.engine.openai.paired import PairedServerEngine
 from penstock.engine.openai.server import Server
 from penstock.engine.openai.text import TextCodec
-from penstock.frontend.text.detokenize import Detokenizer
+from penstock.frontend.text.tokens import Detokenizer
 from tests.support.driven_engine import PROMPT, SERVING, TOKENIZER, Driven, make_request, started
 from tests.support.fake_server import FakeServer, after, cut, says
 from tests.support.tokenizer import tiny_tokenizer_json

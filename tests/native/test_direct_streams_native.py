@@ -14,7 +14,7 @@ from penstock.core.native import native
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, TokenLogprob
 from penstock.core.wire import pack_tokens
-from penstock.frontend.text.detokenize import ByteDecoder
+from penstock.frontend.text.tokens import ByteDecoder
 from penstock.runtime.requests.direct_deltas import DirectDeltas
 from penstock.runtime.requests.direct_streams import DirectStreamPython, DirectStreams, DirectStreamsPython
 from penstock.runtime.requests.outbox import CODEC, Deltas, Load

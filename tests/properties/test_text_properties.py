@@ -12,7 +12,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types.requests import Delta, FinishReason, TokenLogprob
 from penstock.core.wire import pack_tokens
 from penstock.frontend.completion import ChoiceText
-from penstock.frontend.text.detokenize import Detokenizer, StopFinder
+from penstock.frontend.text.tokens import Detokenizer, StopFinder
 from tests.support.tokenizer import tiny_tokenizer_json
 
 

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from penstock.deploy.supervisor.local import LocalDeployment
-from penstock.frontend.text.detokenize import Detokenizer
+from penstock.frontend.text.tokens import Detokenizer
 from penstock.graph import Graph
 from tests.vllm.servers import BLOCK, NAME, VllmServer, free_port, running_router, running_servers
 

@@ -20,9 +20,9 @@ from penstock.frontend.apis.dialect import CompletionTokensDetails, PromptTokens
 from penstock.frontend.metrics import RequestTimer
 from penstock.frontend.prepare import PreparedRequest
 from penstock.frontend.text.answer import PromptPart, TextEvent, TokenText
-from penstock.frontend.text.detokenize import Detokenizer, StopFinder, TextDecoder
 from penstock.frontend.text.parser import OutputParser
 from penstock.frontend.text.source import Repair
+from penstock.frontend.text.tokens import Detokenizer, StopFinder, TextDecoder
 from penstock.runtime.requests.direct_streams import DirectStream, is_direct
 from penstock.seams import DirectClient, Hold, Interrupt, RequestDispatcher, RequestStream
 

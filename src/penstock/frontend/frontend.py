@@ -39,9 +39,8 @@ from penstock.frontend.embeddings import EMBEDDINGS, EmbeddingRun
 from penstock.frontend.encoders import LARGE_BYTES, DecodedBody, Encoders
 from penstock.frontend.encoding import ChangingHeads, EncodedPrompt, encoding_of
 from penstock.frontend.errors import ApiKeyError, RateLimitError
-from penstock.frontend.limits.admission import RequestAdmission, RequestSlot
+from penstock.frontend.limits.admission import BodyReader, ReceiveBudget, RequestAdmission, RequestSlot
 from penstock.frontend.limits.headers import RequestOptions, named_tenant
-from penstock.frontend.limits.receive import BodyReader, ReceiveBudget
 from penstock.frontend.limits.regions import RegionLinks
 from penstock.frontend.limits.tenants import ANONYMOUS, BELIEVED, ApiAccess, Tenant
 from penstock.frontend.media import PromptMedia

@@ -18,7 +18,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.core.log import get_logger
 from penstock.frontend.apis.dialect import Usage
-from penstock.frontend.limits.receive import ReceiveMetrics
+from penstock.frontend.limits.admission import ReceiveMetrics
 from penstock.runtime.observations import RequestRecorder
 from penstock.seams import RequestStream
 

@@ -13,7 +13,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from penstock.core.listening import Address, Listener, listen
-from penstock.frontend.limits.receive import ReceiveMetrics
+from penstock.frontend.limits.admission import ReceiveMetrics
 
 
 class Peer(asyncio.Protocol):

@@ -24,7 +24,7 @@ from penstock.frontend.config import EndpointPickerConfig
 from penstock.frontend.endpoint_picker import messages
 from penstock.frontend.endpoint_picker.exchange import EndpointPicker
 from penstock.frontend.endpoint_picker.server import EndpointPickerServer
-from penstock.frontend.limits.receive import ReceiveBudget, ReceiveMetrics
+from penstock.frontend.limits.admission import ReceiveBudget, ReceiveMetrics
 from penstock.router.service.gateway import Server
 from penstock.router.service.routing_service import RoutingService
 from tests.support.certificates import make_authority, make_certificate

@@ -19,7 +19,7 @@ from penstock.frontend.endpoint_picker.exchange import (
     query_of,
 )
 from penstock.frontend.endpoint_picker.messages import BodyMode
-from penstock.frontend.limits.receive import ReceiveBudget, ReceiveMetrics
+from penstock.frontend.limits.admission import ReceiveBudget, ReceiveMetrics
 from penstock.router.service.gateway import Server
 from penstock.router.service.routing_service import RoutingService
 

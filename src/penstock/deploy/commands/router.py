@@ -25,7 +25,7 @@ from penstock.frontend.config import EndpointPickerConfig
 from penstock.frontend.endpoint_picker.exchange import EndpointPicker
 from penstock.frontend.endpoint_picker.pool import PoolServers
 from penstock.frontend.http.router import RoutingHttpConfig, RoutingServer
-from penstock.frontend.limits.receive import ReceiveBudget
+from penstock.frontend.limits.admission import ReceiveBudget
 from penstock.frontend.limits.tenants import ApiAccess, TenantKeys
 from penstock.frontend.route_query import RouteModel
 from penstock.router.config import DisaggConfig

@@ -23,7 +23,7 @@ from penstock.core.wire import TokenArray
 from penstock.frontend.endpoint_picker import messages
 from penstock.frontend.endpoint_picker.messages import BodyMode
 from penstock.frontend.errors import ReceiveTimeoutError, error_answer
-from penstock.frontend.limits.receive import ReceivedBytes
+from penstock.frontend.limits.admission import ReceivedBytes
 from penstock.frontend.prepare import THREAD_BYTES
 from penstock.frontend.route_query import RouteModel, text_of
 from penstock.router.service.gateway import Query, Stage, tokens_of

@@ -12,7 +12,7 @@ from penstock.core.log import get_logger
 from penstock.frontend.config import EndpointPickerConfig, ServerTlsConfig
 from penstock.frontend.endpoint_picker.exchange import EndpointPicker, EnvoyExchange
 from penstock.frontend.endpoint_picker.messages import SERVICE, ProcessingRequest, ProcessingResponse
-from penstock.frontend.limits.receive import ReceiveBudget
+from penstock.frontend.limits.admission import ReceiveBudget
 
 _READINESS = ("", "readiness", SERVICE)
 _STOP_GRACE_S = 5.0

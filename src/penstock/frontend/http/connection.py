@@ -13,7 +13,7 @@ from penstock.core.errors import Overloaded, PenstockError
 from penstock.core.framing import unsent_bytes
 from penstock.frontend.config import ReceiveConfig
 from penstock.frontend.errors import ReceiveTimeoutError
-from penstock.frontend.limits.receive import ReceiveBudget, ReceivedBytes
+from penstock.frontend.limits.admission import ReceiveBudget, ReceivedBytes
 
 Refuse = Callable[[BaseException | None, int], web.Response]
 Raw = Callable[[PenstockError], bytes]

@@ -24,9 +24,8 @@ from penstock.frontend.http.admin import explain_latest, explain_one
 from penstock.frontend.http.connection import ClientConnection
 from penstock.frontend.http.replies import json_response
 from penstock.frontend.http.server import error_response, garbage_refusal, payload_refusal, raw_error
-from penstock.frontend.limits.admission import RequestSlot
+from penstock.frontend.limits.admission import BodyReader, ReceiveBudget, ReceiveMetrics, RequestSlot
 from penstock.frontend.limits.headers import OwnNames, wants_explanation
-from penstock.frontend.limits.receive import BodyReader, ReceiveBudget, ReceiveMetrics
 from penstock.frontend.limits.tenants import ApiAccess
 from penstock.frontend.prepare import THREAD_BYTES
 from penstock.frontend.route_query import RouteModel, decode_query

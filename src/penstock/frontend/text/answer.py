@@ -12,8 +12,8 @@ import numpy as np
 
 from penstock.core.types.requests import PromptLogprobs, TokenLogprob
 from penstock.core.wire import PackedTokens, token_list, unpack_tokens
-from penstock.frontend.text.detokenize import Detokenizer
 from penstock.frontend.text.source import CallDelta
+from penstock.frontend.text.tokens import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.instances import ADDITIONAL_TEMPLATES, TEXT_FILES, ModelCard
 from penstock.frontend.errors import UnknownModelError
-from penstock.frontend.text.detokenize import Detokenizer
 from penstock.frontend.text.parser import UNKNOWN, OutputFormat, format_of, known_format
 from penstock.frontend.text.template import ChatTemplates
-from penstock.frontend.text.words import LengthBound, WordTokens
+from penstock.frontend.text.tokens import Detokenizer, LengthBound, WordTokens
 from penstock.seams import RequestDispatcher
 
 TOKENIZER = "tokenizer.json"

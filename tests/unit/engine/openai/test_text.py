@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from penstock.core.errors import ConfigError
 from penstock.engine.openai.text import TextCodec
-from penstock.frontend.text.detokenize import Detokenizer
+from penstock.frontend.text.tokens import Detokenizer
 from tests.support.tokenizer import END, tiny_tokenizer_json
 
 

@@ -26,7 +26,7 @@ from penstock.frontend.apis.dialect import Envelope, PromptTokensDetails, Usage,
 from penstock.frontend.apis.responses_body import parse_responses
 from penstock.frontend.errors import ClientFields
 from penstock.frontend.text.answer import PromptPart, TextEvent, TokenText
-from penstock.frontend.text.detokenize import Detokenizer
+from penstock.frontend.text.tokens import Detokenizer
 from tests.support.tokenizer import tiny_tokenizer_json
 
 OPEN = SessionControl(action=SessionAction.OPEN)

@@ -17,9 +17,9 @@ from penstock.frontend.completion import ChoiceText, Completion
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.prepare import Preprocessor, RequestMetadata
 from penstock.frontend.text.answer import TextEvent
-from penstock.frontend.text.detokenize import Detokenizer
 from penstock.frontend.text.models import ServedModel
 from penstock.frontend.text.parser import OutputParser, ParserPlan, format_of
+from penstock.frontend.text.tokens import Detokenizer
 from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card, tiny_model_files, tiny_tokenizer_json
 

@@ -13,9 +13,8 @@ from penstock.core.types.instances import CardFile, ModelCard
 from penstock.frontend.apis.bodies import ChatRequest, CompletionRequest, Message
 from penstock.frontend.errors import ContextLengthError, UnknownModelError
 from penstock.frontend.prepare import Preprocessor
-from penstock.frontend.text import words
 from penstock.frontend.text.models import ModelCache, ServedModel
-from penstock.frontend.text.words import _NFC_SHRINKS_MAX, LengthBound, WordTokens
+from penstock.frontend.text.tokens import _NFC_SHRINKS_MAX, LengthBound, WordTokens
 from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card, tiny_model_files, tiny_tokenizer_json
 
@@ -224,7 +223,7 @@ def test_a_tokenizer_that_changes_or_joins_words_gets_the_whole_text() -> None:
 
 
 def test_probes_find_a_tokenizer_that_cuts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "_GPT2", r"\p{L}+|.|\n")
+    monkeypatch.setattr("penstock.frontend.text.tokens._GPT2", r"\p{L}+|.|\n")
     tokens = words_of(trained(None))
     assert not tokens.cuts_words
     agree(tokens, trained(None), CORPUS[0])

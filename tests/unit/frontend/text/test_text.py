@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from penstock.core.errors import ConfigError, RequestError
 from penstock.frontend.text.answer import BlockKind, Blocks, TextEvent
-from penstock.frontend.text.detokenize import Detokenizer, StopFinder
 from penstock.frontend.text.source import CallDelta
 from penstock.frontend.text.template import ChatTemplate, ChatTemplates
+from penstock.frontend.text.tokens import Detokenizer, StopFinder
 from tests.support.tokenizer import tiny_tokenizer_json
 
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from penstock.core.types.requests import Delta, FinishReason
-from penstock.frontend.text.detokenize import Detokenizer
+from penstock.frontend.text.tokens import Detokenizer
 from penstock.router.dispatch.open_request import OpenRequest
 from penstock.runtime.requests.direct_streams import DirectStream
 from penstock.seams import DirectClient, Interrupt
