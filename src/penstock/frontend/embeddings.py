@@ -13,7 +13,7 @@ from penstock.core.errors import EngineError, RequestError
 from penstock.core.json_text import encode_json
 from penstock.core.types.requests import FinishReason, Request
 from penstock.core.wire import num_tokens
-from penstock.frontend.apis.bodies import CompletionRequest, StrictBody
+from penstock.frontend.apis.bodies import ChatRequest, CompletionRequest, StrictBody
 from penstock.frontend.apis.checks import check_completion
 from penstock.frontend.apis.decoding import parse_body
 from penstock.frontend.apis.dialect import (
@@ -100,9 +100,8 @@ def parse_embeddings(body: bytes) -> ParsedBody:
     )
 
 
-def check_embeddings(parsed: ParsedBody, _choices_max: int) -> None:
+def check_embeddings(request: ChatRequest | CompletionRequest, _choices_max: int) -> None:
     """Raises: RequestError: a value is out of its range."""
-    request = parsed.request
     assert isinstance(request, CompletionRequest)
     inputs = request.prompt
     if isinstance(inputs, list) and len(inputs) > INPUTS_MAX and not isinstance(inputs[0], int):
@@ -113,7 +112,7 @@ def check_embeddings(parsed: ParsedBody, _choices_max: int) -> None:
     check_completion(request, INPUTS_MAX)
 
 
-EMBEDDINGS = ApiDialect("embeddings", "embd-", parse_embeddings, check_embeddings)
+EMBEDDINGS = ApiDialect("embeddings", "embd-", parse_embeddings, check=check_embeddings)
 
 
 VALUES_MAX = 1 << 22

@@ -152,7 +152,7 @@ class Encoder:
         dialect = DIALECTS[task.dialect]
         parsed = self._body = dialect.parse(body)
         with parsed.fields:
-            dialect.check(parsed, task.choices_max)
+            dialect.check(parsed.request, task.choices_max)
         return ModelName(model=parsed.request.model, previous=parsed.previous)
 
     def _encode(self, task: EncodeBody) -> MissingFiles | EncodedReply:

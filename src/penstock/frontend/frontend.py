@@ -294,7 +294,7 @@ class Frontend:
             return await self._encoders.encode(body, dialect=dialect.name, model_of=model_of, history=history)
         parsed = dialect.parse(b"".join(body))
         with parsed.fields:
-            dialect.check(parsed, self.config.choices_max)
+            dialect.check(parsed.request, self.config.choices_max)
         before = b"" if parsed.previous is None else history(parsed.previous)
         messages = stored_messages(parsed, before) if before or parsed.stores else None
         request, fields = parsed.request, parsed.fields_now()

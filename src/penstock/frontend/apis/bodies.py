@@ -7,7 +7,7 @@ Unsupported fields that would change the answer are declared too, so that a requ
 import binascii
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -209,21 +209,6 @@ class PeerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     extra_fields: Any = None
 
 
-class AgentRequest(Protocol):
-    """The fields of a body that are read here."""
-
-    session: SessionBody | None
-    kv_retention: RetentionBody | None
-    agent_hints: AgentHintsBody | None
-    nvext: PeerBody | None
-
-
-class PeerFields(Protocol):
-    """A body whose `nvext` may have fields in the place of its own."""
-
-    nvext: PeerBody | None
-
-
 class AgentOptions(msgspec.Struct, frozen=True):
     """What a body says of its session, and its hints; None where it says nothing."""
 
@@ -248,7 +233,7 @@ _SHARED = (
 """Fields of `nvext` that a body has too."""
 
 
-def take_peer_fields(request: PeerFields) -> None:
+def take_peer_fields(request: "GenerationRequest") -> None:
     """Give a body the fields that its `nvext` has in their place.
 
     Raises:
@@ -269,7 +254,7 @@ def take_peer_fields(request: PeerFields) -> None:
         setattr(request, name, value)
 
 
-def agent_options(request: AgentRequest) -> AgentOptions:
+def agent_options(request: "GenerationRequest") -> AgentOptions:
     """Check the fields and give what they say.
 
     Raises:
@@ -298,7 +283,7 @@ _SILENT = "llm_metrics"
 """An annotation that Dynamo's own frontend leaves out of its streams."""
 
 
-def annotations_of(request: AgentRequest) -> frozenset[str]:
+def annotations_of(request: "GenerationRequest") -> frozenset[str]:
     """Give the annotations that a stream of the answer begins with; unknown ones are logged once and have no effect.
 
     Raises:
@@ -319,7 +304,7 @@ def annotation_event(name: str, value: object) -> bytes:
     return b"event: %b\n: %b\n\n" % (name.encode(), encode_json(value))
 
 
-def _session(request: AgentRequest, peer: PeerBody) -> tuple[str | None, SessionControl | None]:
+def _session(request: "GenerationRequest", peer: PeerBody) -> tuple[str | None, SessionControl | None]:
     own, its = request.session, peer.session_control
     if own is not None and its is not None:
         raise RequestError("session is given too; send one of the two", field="nvext.session_control")
@@ -337,7 +322,7 @@ def _session(request: AgentRequest, peer: PeerBody) -> tuple[str | None, Session
     return _name(f"{where}.session_id", its.session_id), control
 
 
-def _hints(request: AgentRequest, peer: PeerBody) -> tuple[AgentHintsBody, str]:
+def _hints(request: "GenerationRequest", peer: PeerBody) -> tuple[AgentHintsBody, str]:
     """Give the hints, and where they stand in the body."""
     if request.agent_hints is not None and peer.agent_hints is not None:
         raise RequestError("agent_hints is given too; send one of the two", field="nvext.agent_hints")

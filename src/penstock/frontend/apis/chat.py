@@ -11,8 +11,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.json_text import encode_json
 from penstock.core.types.requests import TokenLogprob
 from penstock.core.wire import token_list
-from penstock.frontend.apis.bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from penstock.frontend.apis.checks import check_chat, check_completion
+from penstock.frontend.apis.bodies import CompletionRequest, parse_chat, parse_completion
 from penstock.frontend.apis.dialect import (
     AnswerContext,
     ApiDialect,
@@ -510,16 +509,6 @@ def _parse_completion(body: bytes) -> ParsedBody:
     return ParsedBody(request, fields=ClientFields(names=names_of(request)))
 
 
-def _check_chat(parsed: ParsedBody, choices_max: int) -> None:
-    assert isinstance(parsed.request, ChatRequest)
-    check_chat(parsed.request, choices_max)
-
-
-def _check_completion(parsed: ParsedBody, choices_max: int) -> None:
-    assert isinstance(parsed.request, CompletionRequest)
-    check_completion(parsed.request, choices_max)
-
-
 def _token_names(context: AnswerContext) -> TokenBytes:
     return _named_by_id if context.request.return_tokens_as_token_ids else context.token_bytes
 
@@ -552,5 +541,5 @@ def _whole(context: AnswerContext) -> WholeAnswer:
     )
 
 
-CHAT = ApiDialect("chat", "chatcmpl-", _parse_chat, _check_chat, _stream, _whole)
-COMPLETIONS = ApiDialect("completions", "cmpl-", _parse_completion, _check_completion, _stream, _whole)
+CHAT = ApiDialect("chat", "chatcmpl-", _parse_chat, _stream, _whole)
+COMPLETIONS = ApiDialect("completions", "cmpl-", _parse_completion, _stream, _whole)

@@ -433,6 +433,14 @@ _ABOVE_LOW = frozenset({"repetition_penalty"})
 """Fields that must be above their lower bound."""
 
 
+def check_request(request: ChatRequest | CompletionRequest, choices_max: int) -> None:
+    """Raises: RequestError: a value is out of its range, or asks for what is not served."""
+    if isinstance(request, ChatRequest):
+        check_chat(request, choices_max)
+    else:
+        check_completion(request, choices_max)
+
+
 def check_chat(request: ChatRequest, choices_max: int) -> None:
     """Raises: RequestError: a value is out of its range, or asks for what is not served."""
     _check_range(request, "max_tokens", 1, None)

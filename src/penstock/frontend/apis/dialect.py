@@ -11,6 +11,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.types.requests import SamplingParams
 from penstock.core.wire import Wire
 from penstock.frontend.apis.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
+from penstock.frontend.apis.checks import check_request
 from penstock.frontend.errors import SAME, ClientFields
 from penstock.frontend.text.answer import TextEvent
 
@@ -238,14 +239,14 @@ class ApiDialect:
         name: by which encoder processes find it.
         id_prefix: of its answers.
         parse: decodes a body; raises RequestError.
-        check: checks the request's values, given the most choices allowed; raises RequestError.
         stream: makes the encoder of a streamed answer; None: the API has no answers of a model's text.
         whole: makes the encoder of a whole answer; None likewise.
+        check: checks the request's values, given the most choices allowed; raises RequestError.
     """
 
     name: str
     id_prefix: str
     parse: Callable[[bytes], ParsedBody]
-    check: Callable[[ParsedBody, int], None]
     stream: Callable[[AnswerContext], StreamedAnswer] | None = None
     whole: Callable[[AnswerContext], WholeBody] | None = None
+    check: Callable[[ChatRequest | CompletionRequest, int], None] = check_request

@@ -7,7 +7,7 @@ import msgspec
 from penstock.core.errors import PenstockError
 from penstock.core.json_text import encode_json
 from penstock.frontend.apis.dialect import AnswerContext, ApiDialect, Usage
-from penstock.frontend.apis.messages_body import check_messages, parse_count, parse_messages
+from penstock.frontend.apis.messages_body import parse_count, parse_messages
 from penstock.frontend.errors import shown_message
 from penstock.frontend.text.answer import Block, BlockKind, Blocks, BlockStep, TextEvent
 
@@ -165,5 +165,5 @@ def _event(kind: str, fields: dict[str, Any]) -> bytes:
     return f"event: {kind}\ndata: ".encode() + encode_json({"type": kind, **fields}) + b"\n\n"
 
 
-MESSAGES = ApiDialect("messages", "msg_", parse_messages, check_messages, MessageStream, WholeMessage)
-COUNT_TOKENS = ApiDialect("count_tokens", "count_", parse_count, check_messages)
+MESSAGES = ApiDialect("messages", "msg_", parse_messages, MessageStream, WholeMessage)
+COUNT_TOKENS = ApiDialect("count_tokens", "count_", parse_count)

@@ -7,7 +7,6 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.frontend.apis.bodies import ChatRequest, ContentPart, MediaUrl, Message, SamplingExtensions
-from penstock.frontend.apis.checks import check_chat
 from penstock.frontend.apis.decoding import name_once, parse_body
 from penstock.frontend.apis.dialect import ParsedBody, names_of
 from penstock.frontend.errors import ClientFields, FieldOrigin
@@ -155,12 +154,6 @@ def parse_count(body: bytes) -> ParsedBody:
     given = parse_body(body, CountRequest, decode_count)
     request, origins = _chat(given)
     return ParsedBody(request, fields=_fields(given, request, origins))
-
-
-def check_messages(parsed: ParsedBody, choices_max: int) -> None:
-    """Raises: RequestError: a value is out of its range."""
-    assert isinstance(parsed.request, ChatRequest)
-    check_chat(parsed.request, choices_max)
 
 
 def _fields(given: CountRequest, request: ChatRequest, origins: Sequence[FieldOrigin]) -> ClientFields:

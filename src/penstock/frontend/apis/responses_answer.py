@@ -11,7 +11,7 @@ from penstock.core.json_text import encode_json
 from penstock.frontend.apis.bodies import ChatRequest, Message
 from penstock.frontend.apis.chat import TokenEntry, token_entry
 from penstock.frontend.apis.dialect import AnswerContext, ApiDialect, ClientTool, Usage
-from penstock.frontend.apis.responses_body import INPUT, check_responses, parse_responses, sealed
+from penstock.frontend.apis.responses_body import INPUT, parse_responses, sealed
 from penstock.frontend.errors import error_answer
 from penstock.frontend.text.answer import Block, BlockKind, Blocks, BlockStep, TextEvent, TokenText
 
@@ -274,4 +274,4 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-RESPONSES = ApiDialect("responses", "resp_", parse_responses, check_responses, ResponseStream, WholeResponse)
+RESPONSES = ApiDialect("responses", "resp_", parse_responses, ResponseStream, WholeResponse)

@@ -19,7 +19,7 @@ from penstock.frontend.apis.bodies import (
     SessionBody,
     take_peer_fields,
 )
-from penstock.frontend.apis.checks import check_chat, check_tool, wrong
+from penstock.frontend.apis.checks import check_tool, wrong
 from penstock.frontend.apis.decoding import name_once, parse_body
 from penstock.frontend.apis.dialect import ClientTool, ParsedBody, ResponseFields, names_of
 from penstock.frontend.errors import ClientFields, FieldOrigin
@@ -524,12 +524,6 @@ def _repeated(given: ResponsesRequest, client_tools: dict[str, ClientTool]) -> R
         client_tools=client_tools,
         seals=isinstance(given.include, list) and ENCRYPTED in given.include,
     )
-
-
-def check_responses(parsed: ParsedBody, choices_max: int) -> None:
-    """Raises: RequestError: a value is out of its range."""
-    assert isinstance(parsed.request, ChatRequest)
-    check_chat(parsed.request, choices_max)
 
 
 def _format(form: TextFormat | None) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.frontend.apis.bodies import ChatRequest, CompletionRequest, Message, StrictBody
-from penstock.frontend.apis.checks import check_chat
 from penstock.frontend.apis.decoding import parse_body
 from penstock.frontend.apis.dialect import ApiDialect, ParsedBody
 from penstock.frontend.errors import BodySizeError
@@ -94,13 +93,7 @@ def parse_tokenize(body: bytes) -> ParsedBody:
     )
 
 
-def check_tokenize(parsed: ParsedBody, choices_max: int) -> None:
-    """Raises: RequestError: a message or a tool is malformed."""
-    if isinstance(parsed.request, ChatRequest):
-        check_chat(parsed.request, choices_max)
-
-
-TOKENIZE = ApiDialect("tokenize", "tok-", parse_tokenize, check_tokenize)
+TOKENIZE = ApiDialect("tokenize", "tok-", parse_tokenize)
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import RequestError
 from penstock.frontend.apis.bodies import ChatRequest, Message
-from penstock.frontend.apis.checks import offered_tools
+from penstock.frontend.apis.checks import check_request, offered_tools
 from penstock.frontend.apis.dialect import ParsedBody
 from penstock.frontend.apis.messages_body import parse_messages
-from penstock.frontend.apis.responses_body import check_responses, parse_responses
+from penstock.frontend.apis.responses_body import parse_responses
 from penstock.frontend.apis.responses_store import (
     ENTRY_BYTES,
     RENDERS_MAX,
@@ -311,14 +311,14 @@ def test_tools_of_every_kind_are_functions_or_left_out() -> None:
     ]}  # fmt: skip
     fields = {"model": "m", "tools": tools, "input": [USER, item("tool_search_output", tools=[found, found])]}
     every = parse_responses(json.dumps(fields).encode())
-    check_responses(every, 1)
+    check_request(every.request, 1)
     names = ["f", "patch", "mcp__fs__read", "tool_search", "found"]
     assert [tool["function"]["name"] for tool in offered_tools(every.request)] == names
     told = offered_tools(every.request)[1]["function"]["parameters"]["properties"]["input"]
     assert told["type"] == "string"
     assert "start: WORD" in told["description"]
     some = parse_responses(json.dumps(fields | {"tool_choice": choice}).encode())
-    check_responses(some, 1)
+    check_request(some.request, 1)
     assert [tool["function"]["name"] for tool in offered_tools(some.request)] == names[1:3]
     assert some.response is not None
     assert (json.loads(some.response.tools), json.loads(some.response.tool_choice)) == (tools, choice)
@@ -342,7 +342,7 @@ def test_what_would_change_the_answer_is_refused_by_name(fields: dict[str, Any],
     def read() -> None:
         parsed = parse_responses(json.dumps({"model": "m", "input": "hi"} | fields).encode())
         with parsed.fields:
-            check_responses(parsed, 1)
+            check_request(parsed.request, 1)
 
     with pytest.raises(RequestError) as caught:
         read()
