@@ -85,13 +85,13 @@ class RequestError(PenstockError):
         Args:
             message: what was given and what was expected.
             field: the wrong field of the request, which the message then begins with.
-            param: the field that clients are told apart from the message; None: `field`; empty: none.
+            param: the field that clients are told apart from the message; None: `field`.
             http_status: of the answer.
             retry_after_s: seconds after which the client may try again.
         """
         super().__init__(
             message if field is None else f"{field}: {message}",
-            param=field if param is None else param or None,
+            param=field if param is None else param,
             retry_after_s=retry_after_s,
         )
         self.http_status = http_status

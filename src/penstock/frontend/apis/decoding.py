@@ -359,7 +359,9 @@ def _content_error(problem: str, body: bytes, kind: type[msgspec.Struct]) -> Req
         problem += _shown(body, path)
         problem = re.sub(r"\b(str|int|float|bool)\b", lambda name: _JSON_NAMES[name[0]], problem, count=4)
     problem = problem[:1].lower() + problem[1:].replace(" | ", " or ")
-    return RequestError(problem, field=path or "the body", param=path)
+    refusal = RequestError(problem, field=path or "the body")
+    refusal.param = path or None
+    return refusal
 
 
 def _shown(body: bytes, path: str) -> str:

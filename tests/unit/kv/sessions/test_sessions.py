@@ -204,10 +204,9 @@ def test_an_answer_is_kept_for_its_next_turn_and_let_go_when_that_has_come():
 def test_another_tenants_request_is_no_next_turn():
     scene = Scene()
     scene.run(scene.begin_speculative(), [1, 2, 3], num_prompt=2)
-    for fields in ({"tenant": "other"}, {"tenant": "other", "is_background": True}):
-        request = replace(make_request("x", [1]), **fields)
-        scene.sessions.begin(request)
-        scene.run(request, [1, 2, 3, 4])
+    request = replace(make_request("x", [1]), tenant="other")
+    scene.sessions.begin(request)
+    scene.run(request, [1, 2, 3, 4])
     counts = scene.sessions.counts
     assert (counts.open, counts.speculative_used) == (1, 0)
 
