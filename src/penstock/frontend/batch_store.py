@@ -429,7 +429,7 @@ class BatchStore:
         return _all(self._batches, BatchRecord)
 
     def unended_ids(self) -> list[str]:
-        """Give the ids of the batches that have not ended, the oldest first, also of those that cannot be read."""
+        """Give the ids of batches that have not ended, the oldest first, unreadable records included."""
         return sorted(path.stem for path in self._batches.glob("*.json") if _ID.fullmatch(path.stem))
 
     def ask_to_cancel(self, batch_id: str) -> BatchObject:

@@ -227,7 +227,7 @@ class PromptedChoice(ChoiceText):
     """A choice whose answer says something of its prompt, or has no tokens of its own. Not thread-safe; one task owns it."""
 
     def say(self, prompt: PromptPart | None, *, drops_output: bool) -> None:
-        """Say this of the prompt, with the log-probabilities to come, in the first event; drop the engine's tokens, or not."""
+        """Have the first event say `prompt`, with the log-probabilities that will come; `drops_output` drops the engine's tokens."""
         self._prompt, self._drops_output = prompt, drops_output
         self._logprobs: list[PromptLogprobs] = []
         self._decoded = self._given = 0 if prompt is None else len(prompt.text)
@@ -291,7 +291,7 @@ class DirectText:
         return 0 if self._stream is None else self._stream.tokens
 
     def step(self, now_s: float) -> float | None:
-        """Note tokens that come to the sink now; give the time of those before, None before the first."""
+        """Note that tokens come to the sink at `now_s`; returns the time of the tokens before, None for the first ones."""
         last_s = self._last_s if self._stream is None else self._stream.last_s
         if self._stream is None:
             self._last_s = now_s

@@ -52,7 +52,7 @@ class ReadBody(Wire, frozen=True, tag="read"):
 
 
 class EncodeBody(Wire, frozen=True, tag="encode"):
-    """Tokenize the body just read for this model, whose files are those of `source`. The reply is `EncodedReply` or `MissingFiles`.
+    """Tokenize the body that was read last for the model `card`, with the files of `source`. The reply is `EncodedReply` or `MissingFiles`.
 
     After `MissingFiles` it is sent again with `files`.
     """

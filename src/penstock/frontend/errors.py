@@ -125,7 +125,7 @@ _CONTENT = ".content"
 
 
 class FieldOrigin(Wire, frozen=True):
-    """Where a translated message comes from: its field in the client's body, its content's field, and whether the content has the same parts."""
+    """Where a translated message stands in the client's body. `has_parts`: its content has the same parts as there."""
 
     field: str
     content: str

@@ -81,7 +81,7 @@ class PendingAnswer(msgspec.Struct, frozen=True):
 
 
 class PendingEmbeddings(msgspec.Struct, frozen=True):
-    """Embeddings that are ready to be computed; the fields that the access log reads are those of `PendingAnswer`."""
+    """Embeddings that are ready to be computed. The access log reads the fields that `PendingAnswer` has too."""
 
     completion: EmbeddingRun
     prepared: PreparedRequest
@@ -347,7 +347,7 @@ class Frontend:
         return await self._models.get(name)
 
     async def tokenizer_info(self, name: str | None) -> TokenizerInfo:
-        """Describe a model's tokenizer; None: that of the only model.
+        """Describe the tokenizer of a model; None names the only model.
 
         Raises:
             PenstockError: nobody serves it, or there are several and none is named.
@@ -375,7 +375,7 @@ class Frontend:
         return _entry(self._models.card(name))
 
     def loads(self) -> DeploymentLoads:
-        """Give the load of each model that is served now; an adapter's is that of its model."""
+        """Give the load of each model that is served now; an adapter has the load of its base model."""
         models = self.dispatcher.models()
         loads = {name: self.dispatcher.load(card.parent or name) for name, card in models.items()}
         return DeploymentLoads(

@@ -113,7 +113,7 @@ class MediaFetcher:
 
 
 class _PublicResolver(aiohttp.abc.AbstractResolver):
-    """Resolves names; the addresses that it gives are those that are connected to, so a name cannot change in between."""
+    """Resolves names and checks the addresses. The connector connects to the checked addresses, so a name cannot change in between."""
 
     def __init__(self, *, allows_private: bool) -> None:
         self._allows_private = allows_private

@@ -55,9 +55,9 @@ _STREAMED_ECHOED_BYTES_MAX = 4 << 20
 _TOP_P_MIN = 1e-6
 """For 0, which engines refuse: below the probability of the likeliest of a million tokens, so that it alone is kept."""
 THREAD_BYTES = 20_000
+"""Larger bodies are encoded in a thread: this many bytes take about 5 ms (2 cores of an AMD EPYC)."""
 _LIMITS_HERE_MAX = 16
-"""Words and token ids of limits read on the event loop: a word takes 60 µs (2 cores of an AMD EPYC)."""
-"""Larger bodies are encoded in a thread: this many take about 5 ms (2 cores of an AMD EPYC)."""
+"""Words and token ids of limits that are read on the event loop: a word takes 60 µs (2 cores of an AMD EPYC)."""
 
 
 class RequestMetadata(msgspec.Struct, frozen=True):
@@ -121,7 +121,7 @@ class TokenLimits(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, request: GenerationRequest, model: ServedModel) -> "TokenLimits":
-        """Read those of a checked request.
+        """Read the token limits of a checked request.
 
         Raises:
             RequestError: a token id is not the model's.
@@ -163,7 +163,7 @@ class Preprocessor:
         size_bytes: int,
         encode: Encoding = encode_prompts,
     ) -> tuple[EncodedPrompt, ...]:
-        """Encode the prompts of a checked request (`checks.py`) from a body of so many bytes; a large one in a thread.
+        """Encode the prompts of a checked request; in a thread where its body has more than `THREAD_BYTES`.
 
         Raises:
             RequestError: see `encode_prompts`.
@@ -331,7 +331,7 @@ def _session(agent: AgentOptions, options: RequestOptions) -> str | None:
 
 
 def _priority(request: GenerationRequest, agent: AgentOptions, options: RequestOptions) -> int:
-    """Give `Request.priority`: the header's, the body's (as in vLLM, lower values come first), or that of agents; at most the tenant's."""
+    """Give `Request.priority` from the header, the body (as in vLLM, lower values come first) or `agent_hints`; at most the tenant's."""
     return options.priority_of(-request.priority if request.priority else agent.priority)
 
 

@@ -332,7 +332,7 @@ def _hints(request: "GenerationRequest", peer: PeerBody) -> tuple[AgentHintsBody
 
 
 def _retention(own: RetentionBody | None, priority: int | None) -> KvRetention | None:
-    """Give what a body says of its KV; without `kv_retention` the priority of the request is that of its KV too."""
+    """Give the retention of a request's KV; without `kv_retention` the KV has the priority of the request."""
     if own is None:
         if not priority:
             return None

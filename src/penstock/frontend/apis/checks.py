@@ -304,7 +304,7 @@ def _constraint_of(request: GenerationRequest) -> dict[str, Any] | None:
 
 
 def _outputs_of(request: GenerationRequest) -> dict[str, Any] | None:
-    """Give `structured_outputs`, or the same made of the `guided_*` field that is there; `json_object: false` asks for nothing."""
+    """Give `structured_outputs`, or make it of the `guided_*` field that the body has; `json_object: false` counts as absent."""
     outputs: dict[str, Any] | None = request.structured_outputs
     if outputs is not None and not isinstance(outputs, dict):
         raise RequestError(f"must be an object, got {str(outputs)[:40]!r}", field="structured_outputs")

@@ -28,7 +28,7 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Counts of an answer; `completion_tokens_details` is there where some of it was reasoning."""
+    """Token counts of an answer; `completion_tokens_details` is set where some tokens were reasoning."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -54,13 +54,13 @@ class Envelope:
     short_call_ids: bool = False
 
     def call_id(self, choice: int, call: int) -> str:
-        """Make the id of a tool call; the same for the same answer, so that a stream repeats none."""
+        """Make the id of a tool call from the answer's id, so that each chunk of a stream names the call alike."""
         digest = hashlib.blake2b(f"{self.id}-{choice}-{call}".encode(), digest_size=12).hexdigest()
         return digest[:_SHORT_ID] if self.short_call_ids else f"call_{digest}"
 
 
 class EmbeddingOptions(Wire, frozen=True):
-    """How embeddings are given: as base64 of float32 or as numbers, and so many leading values of each; None: all."""
+    """How embeddings are encoded: base64 of float32, or numbers. `dimensions`: leading values of each embedding; None: all."""
 
     is_base64: bool = False
     dimensions: int | None = None
@@ -132,7 +132,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
 
     @property
     def previous(self) -> str | None:
-        """The stored answer that it continues; its messages go before those of `request`."""
+        """Id of the stored answer that the body continues; the stored messages go before the messages of `request`."""
         return None if self.response is None else self.response.previous
 
     def fields_now(self) -> ClientFields:

@@ -141,7 +141,7 @@ def _content(block: Block, context: AnswerContext) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Decode a call's arguments; the API has no place for those that are no JSON object, as where the answer broke off."""
+    """Decode the arguments of a tool call. Arguments that are no JSON object, as of a cut answer, are given as an empty object."""
     try:
         decoded = msgspec.json.decode(arguments)
     except (ValueError, RecursionError):
@@ -150,7 +150,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Count as the API does: `input_tokens` are those that no cache gave."""
+    """Give the token counts by the API's rule: `input_tokens` leave cached tokens out."""
     cached = usage.prompt_tokens_details.cached_tokens
     return {
         "input_tokens": usage.prompt_tokens - cached,

@@ -198,7 +198,7 @@ def _chat(given: CountRequest) -> tuple[ChatRequest, list[FieldOrigin]]:
 
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
-    """Give a tool as chats have it; one with a type of its own and no schema is none that this model was told of."""
+    """Give a tool in the form of chats. A tool of another type without a schema keeps its type alone, and the model is not told of it."""
     if tool.type not in {None, "custom"} and tool.input_schema is None:
         return {"type": tool.type}
     function: dict[str, Any] = {"name": tool.name}

@@ -361,7 +361,7 @@ class InputConversation:
 
 
 def sealed(thought: str) -> str:
-    """Give reasoning as an opaque text, which `unsealed` reads; nothing is secret in it, as its item has the same in words."""
+    """Encode reasoning as an opaque text that `unsealed` reads. It is no secret: the item has the same reasoning in words."""
     return _SEAL + base64.b64encode(thought.encode()).decode()
 
 

@@ -82,7 +82,7 @@ class SharedResponses:
     """
 
     def __init__(self, directory: Path, process: str) -> None:
-        """Begin without files of this process; those of its predecessor are removed."""
+        """Remove the files that an earlier process of this name has left."""
         self._directory = directory
         self._own = directory / process
         shutil.rmtree(self._own, ignore_errors=True)

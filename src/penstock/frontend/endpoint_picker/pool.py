@@ -109,7 +109,7 @@ class PoolServers:
         self._changed.set()
 
     async def _apply(self) -> None:
-        """Make the service's servers those of the pods."""
+        """Name the pods' servers to the routing service whenever the pods change."""
         known: dict[str, Server] = {}
         while True:
             await self._changed.wait()

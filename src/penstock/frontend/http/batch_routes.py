@@ -130,7 +130,7 @@ class BatchRoutes:
     """Handlers of one `Frontend`'s files and batches."""
 
     def __init__(self, frontend: Frontend, tenant: Callable[[], Tenant]) -> None:
-        """Make them; `tenant` gives that of the request being handled."""
+        """Make the handlers; `tenant` gives the tenant of the request being handled."""
         self._frontend = frontend
         self._config = frontend.config.batches
         self._tenant = tenant

@@ -276,7 +276,7 @@ class GenerationRoutes:
     """Handlers of one `Frontend`'s APIs."""
 
     def __init__(self, frontend: Frontend, tenant: Callable[[], Tenant], heads: AnswerHeads) -> None:
-        """Make them; `tenant` gives that of the request being handled, `heads` makes the heads of answers."""
+        """Make the handlers; `tenant` gives the tenant of the request being handled, `heads` makes HTTP heads of answers."""
         self._heads = heads
         self._frontend = frontend
         self._config = frontend.config

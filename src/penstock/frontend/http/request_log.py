@@ -58,7 +58,7 @@ class AccessLine:
         self.trace_id = "" if options.trace is None else options.trace.trace_id
 
     def fields(self, status: int, now_s: float) -> dict[str, Any]:
-        """Give the fields in the order of the line, those that say nothing left out."""
+        """Give the fields in the order of the line, empty ones left out."""
         fields: dict[str, Any] = {
             "time": dt.datetime.fromtimestamp(wall_time_s(), dt.UTC).isoformat(timespec="milliseconds"),
             "status": status,

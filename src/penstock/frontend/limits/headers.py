@@ -27,7 +27,7 @@ _ZERO_TRACE, _ZERO_SPAN = "0" * 32, "0" * 16
 
 
 def sound_request_id(headers: Mapping[str, str]) -> str:
-    """Give the client's `X-Request-Id`; empty where there is none that may be repeated in a header and a log."""
+    """Give the client's `X-Request-Id`; empty without one, or where it may not be repeated in a header and a log."""
     given = headers.get("X-Request-Id", "")
     is_sound = 0 < len(given) <= _ID_CHARACTERS_MAX and given.isascii() and given.isprintable()
     return given if is_sound else ""
@@ -272,7 +272,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def name_of(host: str) -> str:
-    """Give the name of `NAME`, `NAME:PORT` or `[ADDRESS]:PORT`, in lower case; all of it where it is none of them."""
+    """Give the name of `NAME`, `NAME:PORT` or `[ADDRESS]:PORT`, in lower case; a text of another form is returned whole."""
     try:
         return (urlsplit(f"//{host}").hostname or host).rstrip(".")
     except ValueError:

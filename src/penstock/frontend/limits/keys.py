@@ -39,7 +39,7 @@ def hash_of(key: str) -> str:
 
 
 def stored_digest(text: str) -> bytes | None:
-    """Read `sha256:HEX`; None if the text is none."""
+    """Read a digest written as `sha256:HEX`; None for any other text."""
     return bytes.fromhex(text[len(PREFIX) :]) if _HASH.fullmatch(text) else None
 
 

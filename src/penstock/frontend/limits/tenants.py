@@ -101,7 +101,7 @@ class RequestUse:
         self._usage.take_tokens(self._charged, now_s)
 
     def end(self, now_s: float) -> tuple[int, int]:
-        """Free the request's place, and charge what it used instead of what was expected. Safe twice.
+        """Free the request's place, and charge its real tokens in the place of the expected ones. Safe twice.
 
         Returns:
             Its (prompt, output) tokens; (0, 0) for one that was never charged.
@@ -359,7 +359,7 @@ class TenantKeys:
         return replace(known, priority_max=PRIORITY_MAX, is_trusted=True)
 
     def alias(self, name: str) -> str:
-        """Give a tenant's label where anybody may read: always the same, in all frontends of a deployment, and not its name."""
+        """Give the label of a tenant where anybody may read it: a keyed hash of the name, the same in all frontends of a deployment."""
         digest = hashlib.blake2b(name.encode(), key=self._secret, person=b"metrics", digest_size=_ALIAS_BYTES)
         return digest.hexdigest()
 
@@ -373,7 +373,7 @@ class TenantKeys:
         return {name: usage.uncounted() for name, usage in self._usages.items() if usage.is_limited}
 
     def counted(self, counts: Mapping[str, TenantCount], peers: Mapping[str, PeerCount]) -> None:
-        """Take what was counted: `counts` are told to other frontends, and `peers` is what those have used."""
+        """Take an exchange: other frontends were told `counts`, and have themselves used `peers`."""
         now_s = _now_s()
         for name, usage in self._usages.items():
             usage.counted(counts.get(name, _NO_COUNT), peers.get(name, _NO_PEERS), now_s)

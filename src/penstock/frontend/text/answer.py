@@ -76,7 +76,7 @@ class PromptPart:
         return 0 if self.asked is None else (1 + self.asked) * (len(self.token_ids) >> 2)
 
     def tokens(self, alternatives: int) -> Iterator[PromptToken]:
-        """Give each token but the first, with at most so many alternatives."""
+        """Give each token but the first, with at most `alternatives` alternatives."""
         for part in self.logprobs:
             ranks = token_list(part.ranks)
             ids = unpack_tokens(part.token_ids).reshape(len(ranks), -1).tolist()
@@ -146,7 +146,7 @@ class Block:
 
     @property
     def text(self) -> str:
-        """All of it so far, of a tool call its arguments."""
+        """The text so far; of a tool call the arguments so far."""
         return self._written.getvalue()
 
     def add(self, text: str, logprobs: Iterable[TokenText]) -> None:

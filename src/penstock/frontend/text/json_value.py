@@ -253,7 +253,7 @@ def arguments(source: GrammarSource, out: ParsedOutput) -> Generator[None, None,
 def call(
     source: GrammarSource, out: ParsedOutput, *, names: Collection[str] | None = None, announced: bool = True
 ) -> Generator[None, None, bool]:
-    """Read a tool call `{"name": ..., "arguments": {...}}`, whatever the order of its keys; False if it is none.
+    """Read a tool call `{"name": ..., "arguments": {...}}` with its keys in any order; False where the object is no tool call.
 
     Arguments are given out as they come, once the name is known. Text that is no such object is given out as text.
 
@@ -282,7 +282,7 @@ class _Call:
         self._is_begun = self._has_arguments = False
 
     def read(self) -> Generator[None, None, tuple[bool, str]]:
-        """Tell whether it is a call, and give its text if it is none."""
+        """Tell whether the object is a tool call; the text of the object where it is not."""
         if (yield from self._source.peek(1)) != "{":
             return False, ""
         self._raw.append(self._source.take(1))

@@ -119,7 +119,7 @@ class OutputParser:
 
     @property
     def cuts_call(self) -> bool:
-        """Whether the last of these calls is not whole."""
+        """Whether the answer ended within the last tool call."""
         return self._output.cuts_call and self._output.num_calls == self.num_calls
 
     @property

@@ -293,7 +293,7 @@ class GrammarSource:
 
 
 def held_from(text: str, marker: str) -> int:
-    """Give where the longest end of `text` that begins `marker` begins; len(text) if there is none."""
+    """Give the index from which the rest of `text` may begin `marker`; len(text) where no rest does."""
     at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
     while at >= 0:
         if marker.startswith(text[at:]):

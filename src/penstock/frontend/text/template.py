@@ -25,7 +25,7 @@ _LEVELS_MAX = 32
 
 
 def spelled_out(tool: dict[str, Any]) -> dict[str, Any]:
-    """Give a function with all that a template may read of it.
+    """Give a tool's function with every field that a template may read.
 
     Descriptions and parameters that are missing or null are empty, a type that is a list is an `anyOf`, and a schema that is
     `true` is an object.
@@ -274,7 +274,7 @@ def _call(call: dict[str, Any], rules: TemplateRules) -> dict[str, Any]:
 
 
 def short_call_id(call_id: str) -> str:
-    """Give the id of nine letters and digits that stands for a call's id: always the same, itself if it is one."""
+    """Give the id of nine letters and digits that stands for a call's id, always the same; an id of that form stands for itself."""
     if len(call_id) == _SHORT_ID and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(blake2b(call_id.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")

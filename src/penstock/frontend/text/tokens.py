@@ -349,7 +349,7 @@ class _WindowDecoder:
 
 
 class StopFinder:
-    """Searches one output. The match that ends first wins; of matches with the same end, the longest."""
+    """Searches one output. The match that ends first wins; among matches with the same end the longest wins."""
 
     __slots__ = ("_held", "_stops", "found")
 

@@ -132,7 +132,7 @@ def _admits(schema: Any, value: Any, root: Any, *, exact: bool = False, depth: i
 
 
 def _is_like(one: Any, value: Any, *, exact: bool) -> bool:
-    """Tell whether two values are equal in JSON, or unless `exact` of the same type."""
+    """Tell whether two values are equal in JSON; without `exact` whether they have the same type."""
     return (
         (one == value and isinstance(one, bool) == isinstance(value, bool))
         if exact

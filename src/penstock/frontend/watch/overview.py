@@ -43,7 +43,7 @@ class WorkerSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleTermView(msgspec.Struct, frozen=True, kw_only=True):
-    """How the planner came to a role's number of workers; the fields are those of its log."""
+    """How the planner came to a role's number of workers, with the field names of the planner's log."""
 
     role: Role
     now: int

@@ -68,7 +68,7 @@ class WatchRoutes:
     def __init__(
         self, frontend: Frontend, supervisor: DeploymentSupervisor | None, is_draining: Callable[[], bool]
     ) -> None:
-        """Make them; `supervisor` tells of the whole deployment, None where there is none."""
+        """Make the handlers; `supervisor` tells of the whole deployment, None without a supervisor."""
         self._frontend = frontend
         self._supervisor = supervisor
         self._is_draining = is_draining
@@ -170,7 +170,7 @@ class WatchRoutes:
 
 
 def _check_own_page(request: web.Request) -> None:
-    """Check that this server's own page asks, and no other site in the same browser.
+    """Check that the request comes from this server's own page, and from no other site in the same browser.
 
     A browser sends the header to another site only if that allows it (CORS), which `/watch` never does. A site that has its own
     name resolve to this machine (DNS rebinding) is of one origin with it, but its name is in `Host`.
