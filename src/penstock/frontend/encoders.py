@@ -254,8 +254,8 @@ class EncoderPool:
             await process.ended()
 
     @contextlib.asynccontextmanager
-    async def lend(self) -> AsyncIterator["_Process"]:
-        """Lend an encoder once one is free. Cancelling the borrower kills the encoder, so that an abandoned body takes no time from others."""
+    async def acquire(self) -> AsyncIterator["_Process"]:
+        """Wait for a free encoder, and hold it for the block. Cancelling the block kills the encoder: an abandoned body takes no time from others."""
         async with self._free:
             process = self._idle.pop() if self._idle else await _Process.start()
             try:
@@ -268,6 +268,31 @@ class EncoderPool:
                 raise
             self._take_back(process)
 
+    async def decode_query(self, body: Sequence[bytes], model: RouteModel | None = None) -> Query:
+        """Decode and check a body of the standalone router's `/route`, tokenized by `model`; the caller sets the deadline.
+
+        Raises:
+            RequestError: the body is invalid.
+        """
+        async with self.acquire() as process:
+            task = ReadQuery(body_bytes=sum(map(len, body)))
+            if model is not None:
+                task = msgspec.structs.replace(
+                    task, directory=model.directory, names=model.names, context_length=model.context_length
+                )
+            decoded = await process.do(task, body)
+        if not isinstance(decoded, DecodedQuery):
+            raise _unexpected(decoded)
+        return Query(
+            model=decoded.model,
+            prompt=unpack_tokens(decoded.token_ids) if decoded.token_ids is not None else decoded.text or "",
+            cache_salt=decoded.cache_salt,
+            session=decoded.session,
+            exclude=decoded.exclude,
+            slo_ttft_s=decoded.slo_ttft_s,
+            slo_itl_s=decoded.slo_itl_s,
+        )
+
     def _take_back(self, process: "_Process") -> None:
         if process.is_sound:
             self._idle.append(process)
@@ -275,14 +300,14 @@ class EncoderPool:
             process.end()
 
 
-class Encoders:
-    """Decodes and tokenizes large bodies of the OpenAI API in a pool of encoders."""
+class Encoders(EncoderPool):
+    """Encoders that decode and tokenize large bodies of all APIs."""
 
     def __init__(self, most: int, cache: ModelCache, *, hash_key: bytes, choices_max: int) -> None:
-        self._shelf = cache
+        super().__init__(most)
+        self._cache = cache
         self._hash_key = hash_key
         self._choices_max = choices_max
-        self._pool = EncoderPool(most)
 
     async def encode(
         self,
@@ -301,7 +326,7 @@ class Encoders:
         Raises:
             PenstockError: the body is invalid, or its model is not served.
         """
-        async with self._pool.lend() as process:
+        async with self.acquire() as process:
             read = ReadBody(body_bytes=sum(map(len, body)), dialect=dialect, choices_max=self._choices_max)
             named = await process.do(read, body)
             if not isinstance(named, ModelName):
@@ -317,7 +342,7 @@ class Encoders:
             )
             encoded = await process.do(task)
             if isinstance(encoded, MissingFiles):
-                files = await self._shelf.files(model.source)
+                files = await self._cache.files(model.source)
                 encoded = await process.do(msgspec.structs.replace(task, files=files))
         if not isinstance(encoded, EncodedReply):
             raise _unexpected(encoded)
@@ -332,38 +357,6 @@ class Encoders:
             encoded.embedding,
             encoded.fields,
         )
-
-    async def close(self) -> None:
-        """End idle encoders; busy ones end after their task."""
-        await self._pool.close()
-
-
-async def decode_large_query(
-    pool: EncoderPool, body: Sequence[bytes], model: RouteModel | None = None
-) -> Query:
-    """Decode and check a body of the standalone router's `/route`, tokenized by `model`; the caller sets the deadline.
-
-    Raises:
-        RequestError: the body is invalid.
-    """
-    async with pool.lend() as process:
-        task = ReadQuery(body_bytes=sum(map(len, body)))
-        if model is not None:
-            task = msgspec.structs.replace(
-                task, directory=model.directory, names=model.names, context_length=model.context_length
-            )
-        decoded = await process.do(task, body)
-    if not isinstance(decoded, DecodedQuery):
-        raise _unexpected(decoded)
-    return Query(
-        model=decoded.model,
-        prompt=unpack_tokens(decoded.token_ids) if decoded.token_ids is not None else decoded.text or "",
-        cache_salt=decoded.cache_salt,
-        session=decoded.session,
-        exclude=decoded.exclude,
-        slo_ttft_s=decoded.slo_ttft_s,
-        slo_itl_s=decoded.slo_itl_s,
-    )
 
 
 class _Process:

@@ -18,7 +18,7 @@ from penstock.core.log import get_logger
 from penstock.frontend.apis.chat import RoutingDecisions
 from penstock.frontend.apis.decoding import decode_body
 from penstock.frontend.config import ReceiveConfig, check_bodies
-from penstock.frontend.encoders import LARGE_BYTES, EncoderPool, decode_large_query
+from penstock.frontend.encoders import LARGE_BYTES, EncoderPool
 from penstock.frontend.errors import ReceiveTimeoutError
 from penstock.frontend.http.admin import explain_latest, explain_one
 from penstock.frontend.http.connection import ClientConnection
@@ -200,7 +200,7 @@ class RoutingServer:
             with slot.limit():
                 pieces = await self._bodies.read(request, received)
                 if sum(map(len, pieces)) > LARGE_BYTES:
-                    return await decode_large_query(self._encoders, pieces, self._model)
+                    return await self._encoders.decode_query(pieces, self._model)
                 body = b"".join(pieces)
                 if self._model is not None and len(body) > THREAD_BYTES:
                     return await asyncio.to_thread(decode_query, body, self._model)
