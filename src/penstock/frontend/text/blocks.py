@@ -63,6 +63,15 @@ class Blocks:
 
     def feed(self, event: TextEvent) -> Iterator[tuple[Step, Block, str]]:
         """Take an event; yields what happens to which block, with the text that was added."""
+        for part in event.parts or (event,):
+            yield from self._take(part)
+        if event.finish_reason is not None:
+            self.finish_reason, self.stopped_by = event.finish_reason, event.stopped_by
+            self.cuts_call = event.cuts_call
+            yield from self._close()
+
+    def _take(self, event: TextEvent) -> Iterator[tuple[Step, Block, str]]:
+        """Take what an event, or a part of one, has: first reasoning, then text, then calls."""
         if event.reasoning:
             yield from self._add(Kind.REASONING, event.reasoning)
         if event.text:
@@ -73,10 +82,6 @@ class Blocks:
                 yield from self._open(Block(len(self.all), Kind.CALL, name=call.name, call=call.index))
             if call.arguments:
                 yield from self._add(Kind.CALL, call.arguments)
-        if event.finish_reason is not None:
-            self.finish_reason, self.stopped_by = event.finish_reason, event.stopped_by
-            self.cuts_call = event.cuts_call
-            yield from self._close()
 
     def _add(
         self, kind: Kind, text: str, logprobs: Iterable[TokenText] = ()
