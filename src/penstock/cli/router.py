@@ -49,7 +49,6 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock.core import log  # noqa: PLC0415
     from penstock.deploy.commands.router import RouterCommandConfig, run_router  # noqa: PLC0415
     from penstock.graph import Overrides  # noqa: PLC0415
 
@@ -63,6 +62,5 @@ def _run(options: argparse.Namespace) -> int:
         overrides.assign("model", options.model, flag="MODEL")
     data = overrides.apply({})
     config = RouterCommandConfig.parse(data, source=lambda path: overrides.source_of(path, "router"))
-    log.configure(options.log_level, process="router")
-    run_router(config)
+    run_router(config, log_level=options.log_level)
     return 0

@@ -1,5 +1,7 @@
 """`--first-chat`: sends one chat to the started deployment."""
 
+from collections.abc import Callable
+
 import aiohttp
 import msgspec
 
@@ -7,12 +9,14 @@ QUESTION = "What is Penstock?"
 _TIMEOUT_S = 120.0
 
 
-async def chat_once(url: str, model: str, api_key: str | None = None) -> None:
-    """Send one question, and print the answer as it streams.
+async def chat_once(
+    url: str, model: str, api_key: str | None = None, *, write: Callable[[str], None]
+) -> None:
+    """Send one question, and `write` the answer as it streams.
 
-    A failure is printed, not raised: the deployment keeps running.
+    A failure is written, not raised: the deployment keeps running.
     """
-    print(f"\nyou> {QUESTION}\n{model}> ", end="", flush=True)  # noqa: T201 - command output
+    write(f"\nyou> {QUESTION}\n{model}> ")
     body = {
         "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
@@ -27,10 +31,10 @@ async def chat_once(url: str, model: str, api_key: str | None = None) -> None:
             session.post(f"{url}/v1/chat/completions", json=body) as response,
         ):
             async for line in response.content:
-                print(_text_of(line), end="", flush=True)  # noqa: T201
+                write(_text_of(line))
     except (aiohttp.ClientError, TimeoutError) as error:
-        print(f"(no answer: {error or type(error).__name__})", end="")  # noqa: T201
-    print(flush=True)  # noqa: T201
+        write(f"(no answer: {error or type(error).__name__})")
+    write("\n")
 
 
 def _text_of(line: bytes) -> str:

@@ -2,13 +2,12 @@
 
 import asyncio
 import signal
-import sys
 
 import uvloop
 
 from penstock.core import log
 from penstock.core.types.instances import Role
-from penstock.deploy.commands.serve import say
+from penstock.deploy.commands.serve import state_line
 from penstock.deploy.control.record import Origin
 from penstock.deploy.supervisor.local_part import LocalPart, followed_role
 from penstock.deploy.supervisor.nodes.follower_host import FollowerHost
@@ -29,8 +28,11 @@ def follow(graph: Graph, part: LocalPart, rank: int, *, origin: Origin, log_leve
 
 
 async def _follow(graph: Graph, role: Role, rank: int, origin: Origin, log_level: str) -> None:
+    def say(name: str, state: str, detail: str = "") -> None:
+        host.output.print(state_line(name, state, detail))
+
     host = FollowerHost(graph, role, rank, origin=origin, log_level=log_level, say=say)
-    log.configure(log_level, process=_SUPERVISOR, stream=host.output.tee(_SUPERVISOR, sys.stderr))
+    log.configure(log_level, process=_SUPERVISOR, stream=host.output.tee(_SUPERVISOR))
     requested, task = asyncio.Event(), asyncio.current_task()
     has_started = False
 

@@ -1,9 +1,7 @@
 """`penstock serve`: a deployment in the foreground, until Ctrl-C or SIGTERM."""
 
 import asyncio
-import os
 import signal
-import sys
 from pathlib import Path
 
 import uvloop
@@ -35,8 +33,11 @@ def serve(
 async def _serve(
     graph: Graph, *, log_level: str, first_chat: bool, origin: Origin, part: LocalPart | None
 ) -> None:
+    def say(name: str, state: str, detail: str = "") -> None:
+        deployment.output.print(state_line(name, state, detail))
+
     deployment = LocalDeployment(graph, log_level=log_level, say=say, part=part, origin=origin)
-    log.configure(log_level, process=_SUPERVISOR, stream=deployment.output.tee(_SUPERVISOR, sys.stderr))
+    log.configure(log_level, process=_SUPERVISOR, stream=deployment.output.tee(_SUPERVISOR))
     stopping = _Stopping(deployment)
     try:
         async with deployment:
@@ -81,14 +82,14 @@ async def _chat_until(requested: asyncio.Event, deployment: LocalDeployment, to_
     if not has_no_key and to_try.certificate is None:
         from penstock.deploy.commands.first_chat import chat_once  # noqa: PLC0415 - imports an HTTP client
 
-        chat = chat_once(to_try.url, to_try.model, deployment.api_key)
+        chat = chat_once(to_try.url, to_try.model, deployment.api_key, write=deployment.output.print)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(chat), group.create_task(requested.wait())]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()
     if not requested.is_set():
-        print(to_try.more(), flush=True)  # noqa: T201 - command output
+        deployment.output.print(f"{to_try.more()}\n")
 
 
 class _Stopping:
@@ -110,9 +111,6 @@ class _Stopping:
             self._task.cancel()
 
 
-def say(name: str, state: str, detail: str = "") -> None:
-    """Print one change of state; a closed stdout is ignored."""
-    try:
-        print(f"{name:<11} {state:<9} {detail}".rstrip(), flush=True)  # noqa: T201 - command output
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def state_line(name: str, state: str, detail: str = "") -> str:
+    """Give the line that tells one change of state."""
+    return f"{name:<11} {state:<9} {detail}".rstrip() + "\n"

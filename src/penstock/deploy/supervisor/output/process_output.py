@@ -1,6 +1,7 @@
-"""Takes what child processes print: one thread passes it on to this process's stdout and stderr, and keeps its lines in a log.
+"""Takes what child processes print: one thread keeps its lines in a log, and passes it on to this process's stdout and stderr.
 
-A child waits when its pipe is full, as it would for a terminal that stands still; the supervisor's event loop never does.
+A reader of this process's output that stands still, such as a stopped terminal, loses lines. Neither a child nor the supervisor's event
+loop waits for the reader. The log has all lines.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import os
 import selectors
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TextIO
@@ -21,6 +23,7 @@ _HOLD_S = 0.05
 _LAST_S = 1.0
 """How long the output of processes that have ended is waited for; a process that left its group may hold a pipe open."""
 STDOUT, STDERR = 1, 2
+_UNREAD_BYTES_MAX = 1 << 20
 
 
 @dataclass(slots=True)
@@ -62,8 +65,10 @@ class ProcessOutput:
         self._pipes: set[int] = set()
         self._held: dict[int, _Pipe] = {}
         self._lock = threading.Lock()
+        self._printers: dict[int, _Printer] = {}
 
     def __enter__(self) -> Self:
+        self._printers = {target: _Printer(target) for target in (STDOUT, STDERR)}
         wake, self._wake = os.pipe()
         self._selector.register(wake, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, args=(wake,), name="process output", daemon=True)
@@ -75,7 +80,10 @@ class ProcessOutput:
     ) -> None:
         assert self._thread is not None, "entered"
         os.close(self._wake)
-        self._thread.join(2 * _LAST_S)  # longer only where this process's own output stands still
+        self._thread.join(2 * _LAST_S)
+        printers, self._printers = self._printers, {}
+        for printer in printers.values():
+            printer.close()
         if self.log is not None:
             self.log.close()
 
@@ -84,9 +92,13 @@ class ProcessOutput:
         if self.log is not None:
             self.log.write(name, [line])
 
-    def tee(self, name: str, stream: TextIO) -> TextIO:
-        """Give a stream for this process's own log, whose lines go to `stream` and are kept."""
-        return _Tee(self, name, stream)
+    def print(self, text: str, target: int = STDOUT) -> None:
+        """Print text of this process itself; outside the context it waits for the reader."""
+        self._pass_on(target, text.encode(errors="backslashreplace"))
+
+    def tee(self, name: str) -> TextIO:
+        """Give a stream for this process's own log, whose lines go to stderr and are kept under the name."""
+        return _Tee(self, name)
 
     def source(self, name: str) -> Source:
         """Make the outputs of a process that is about to start; raises OSError where there are no descriptors left."""
@@ -144,7 +156,7 @@ class ProcessOutput:
         """Pass whole lines on; a progress bar's end with a carriage return. The rest waits for its end, for a moment."""
         cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if cut or len(pipe.held) > _LINE_BYTES_MAX:
-            _pass_on(pipe.target, bytes(pipe.held) + data[:cut])
+            self._pass_on(pipe.target, bytes(pipe.held) + data[:cut])
             pipe.held[:] = data[cut:]
         else:
             pipe.held += data
@@ -155,13 +167,19 @@ class ProcessOutput:
 
     def _pass_on_held(self) -> None:
         for pipe in self._held.values():
-            _pass_on(pipe.target, bytes(pipe.held))
+            self._pass_on(pipe.target, bytes(pipe.held))
             pipe.held.clear()
         self._held.clear()
 
+    def _pass_on(self, target: int, data: bytes) -> None:
+        if printer := self._printers.get(target):
+            printer.put(data)
+        else:
+            _write(target, data)
+
     def _end(self, descriptor: int, pipe: _Pipe) -> None:
         self._keep(pipe, [bytes(pipe.rest)] if pipe.rest else [])
-        _pass_on(pipe.target, bytes(pipe.held))
+        self._pass_on(pipe.target, bytes(pipe.held))
         self._held.pop(id(pipe), None)
         self._selector.unregister(descriptor)
         with self._lock:
@@ -178,16 +196,14 @@ class ProcessOutput:
 class _Tee(io.TextIOBase, TextIO):
     """Passes text on, and keeps its lines; a `write` has no part of a line."""
 
-    def __init__(self, output: ProcessOutput, name: str, stream: TextIO) -> None:
-        self._output, self._process, self._stream = output, name, stream
+    def __init__(self, output: ProcessOutput, name: str) -> None:
+        self._output, self._process = output, name
 
     def write(self, text: str, /) -> int:
         for line in filter(None, text.splitlines()):  # `print` writes the line's end by itself
             self._output.note(self._process, line)
-        return self._stream.write(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
+        self._output.print(text, STDERR)
+        return len(text)
 
     def isatty(self) -> bool:
         return False  # the file has no colours
@@ -197,7 +213,59 @@ def _now_s() -> float:
     return time.monotonic()  # noqa: TID251 - a thread has no loop
 
 
-def _pass_on(target: int, data: bytes) -> None:
+class _Printer:
+    """Writes to one descriptor from a thread of its own. While the reader stands still it keeps up to 1 MiB, and drops what is more."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._parts: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._num_dropped = 0
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="printer", daemon=True)
+        self._thread.start()
+
+    def put(self, data: bytes) -> None:
+        """Print, now or once the reader takes what came before; never waits."""
+        with self._changed:
+            is_full = self._num_bytes + len(data) > _UNREAD_BYTES_MAX
+            if is_full or (self._num_dropped and self._parts):  # until the reader goes on: one gap, not many
+                self._num_dropped += data.count(b"\n")
+                return
+            if self._num_dropped:
+                data = (
+                    b"penstock: %d lines are not shown here: nothing read this output; `penstock logs` has them\n%b"
+                    % (
+                        self._num_dropped,
+                        data,
+                    )
+                )
+                self._num_dropped = 0
+            self._parts.append(data)
+            self._num_bytes += len(data)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Print what is left; a reader that stands still has a second for it."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(_LAST_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._parts or self._is_closed)
+                if not self._parts:
+                    return
+                data = b"".join(self._parts)
+                self._parts.clear()
+                self._num_bytes = 0
+            _write(self._target, data)
+
+
+def _write(target: int, data: bytes) -> None:
     """Write to this process's own output; nothing where that is closed."""
     view = memoryview(data)
     with contextlib.suppress(OSError):

@@ -1,8 +1,9 @@
 """What processes print is passed on whole, and kept in a log that stays bounded."""
 
-import io
+import contextlib
 import os
 import threading
+import time
 
 from penstock.deploy.supervisor.output.log_file import LogFile, before
 from penstock.deploy.supervisor.output.process_output import STDERR, STDOUT, ProcessOutput
@@ -94,11 +95,50 @@ def test_a_log_that_cannot_be_written_stops_nobody(tmp_path):
     log.close()
 
 
-def test_the_supervisors_own_lines_are_kept_once(tmp_path):
-    shown = io.StringIO()
+def test_the_supervisors_own_lines_are_kept_once(tmp_path, capfd):
     with entered(tmp_path / "log") as output:
-        stream = output.tee("supervisor", shown)
+        stream = output.tee("supervisor")
         print("client_refused peer=x", file=stream, flush=True)
         output.note("worker-1", "ready     mock")
-    assert shown.getvalue() == "client_refused peer=x\n"
+    assert capfd.readouterr().err == "client_refused peer=x\n"
     assert kept(tmp_path / "log") == [("supervisor", "client_refused peer=x"), ("worker-1", "ready     mock")]
+
+
+@contextlib.contextmanager
+def unread(target):
+    """Have `target` be a pipe that nobody reads; gives the end to read."""
+    saved = os.dup(target)
+    reader, writer = os.pipe()
+    os.dup2(writer, target)
+    os.close(writer)
+    try:
+        yield reader
+    finally:
+        os.dup2(saved, target)
+        os.close(saved)
+
+
+def test_an_output_that_nobody_reads_holds_up_neither_children_nor_the_supervisor(tmp_path):
+    """2 MiB of lines: more than the pipe and what is kept for its reader, who is told how many are missing."""
+    line = b"x" * 1023 + b"\n"
+    with unread(STDOUT) as reader, entered(tmp_path / "log") as output:
+        source = output.source("worker-1")
+        for _ in range(2048):
+            os.write(source.ends[0], line)
+            output.print("worker-1    ready\n")
+        source.close()
+        parts = []
+        taker = threading.Thread(target=lambda: parts.extend(iter(lambda: os.read(reader, 1 << 16), b"")))
+        taker.start()
+        while not parts:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        output.print("the reader is back\n")
+    taker.join()
+    os.close(reader)
+    shown = b"".join(parts).splitlines()
+    gaps = [int(each.split()[1]) for each in shown if b"lines are not shown" in each]
+    assert shown[-1] == b"the reader is back"
+    assert sum(gaps) > 500
+    assert sum(gaps) + len(shown) - len(gaps) - 1 == 2 * 2048
+    assert sum(1 for _ in kept(tmp_path / "log")) == 2048
