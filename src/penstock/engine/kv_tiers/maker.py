@@ -16,8 +16,6 @@ from penstock.engine.kv_tiers.config import KvConfig, ObjectConfig
 from penstock.engine.kv_tiers.size import TierSize
 from penstock.engine.runner import RunnerInfo
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.disk.data import ALIGNMENT
-from penstock.kv.disk.records import failure
 from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.host.host_tier import HostTier
 from penstock.kv.host.memory import HostPart
@@ -26,6 +24,7 @@ from penstock.kv.object.config import PacksConfig
 from penstock.kv.object.packs import READ_BYTES, ObjectPacks
 from penstock.kv.stored_tier import StoredTier
 from penstock.seams.kv import KvTier
+from penstock.transfer.storage.slots import failure, slot_bytes_of
 
 TierMaker = Callable[[RunnerInfo, Sequence[Sequence[object]]], Sequence[KvTier]]
 """Makes tiers for an engine that has loaded its model, from its info and its KV memory; raises ConfigError."""
@@ -145,10 +144,13 @@ def _disk_tier(
     except OSError as error:
         failed = failure(path.parent, "making the directory", error)
         raise ConfigError(f"kv.disk: {failed.message}; {fix}") from error
-    slot_bytes = -(-device.block_bytes // ALIGNMENT) * ALIGNMENT
     try:
         store = SlotFile(
-            path, num_blocks * slot_bytes, device.block_bytes, namespace, eviction=config.disk.eviction
+            path,
+            num_blocks * slot_bytes_of(device.block_bytes),
+            device.block_bytes,
+            namespace,
+            eviction=config.disk.eviction,
         )
     except TransferRefused as error:
         raise ConfigError(f"kv.disk: {error.message}") from error

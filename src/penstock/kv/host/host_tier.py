@@ -22,7 +22,7 @@ from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import block_keys, commit_chains, commit_runs
 from penstock.kv.pool.use import BlockUse, EvictionPolicy
 from penstock.transfer.regions.ranges import Numbers
-from penstock.kv.records import RECORD, Records
+from penstock.transfer.storage.slots import RECORD, Records
 
 _POLL_S = 0.1
 """How often a worker without requests looks at what the others of its host have told."""

@@ -9,7 +9,7 @@ from penstock.core.errors import ConfigError
 from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.namespace import Namespace
 from penstock.testing.loop import run_async
-from penstock.kv.disk.records import SUFFIX
+from penstock.transfer.storage.slots import SUFFIX
 from tests.support.slots import BLOCK_BYTES, NAMESPACE, chain, content, targets
 
 
@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_is_refused_at_once_and_leaves_nothing(
         if length == 8 * BLOCK_BYTES:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penstock.kv.disk.data.os.posix_fallocate", full)
+    monkeypatch.setattr("penstock.transfer.storage.slots.os.posix_fallocate", full)
     with pytest.raises(ConfigError, match="no space for"):
         make(tmp_path)
     monkeypatch.undo()
@@ -105,7 +105,7 @@ async def test_without_o_direct_it_says_so_once_and_works(
             raise OSError(22, "Invalid argument")
         return real(path, flags, *rest, **named)
 
-    monkeypatch.setattr("penstock.kv.disk.data.os.open", open_)
+    monkeypatch.setattr("penstock.transfer.storage.slots.os.open", open_)
     hashes = chain(3)
     slots = make(tmp_path)
     assert not slots.is_direct
