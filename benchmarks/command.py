@@ -65,10 +65,6 @@ EXPERIMENTS = Benches(
             "benchmarks.kv_stores",
             "KV blocks into host memory and a file and back, beside LMCache, memcpy and fio",
         ),
-        "kv-write-back": (
-            "benchmarks.kv.write_back",
-            "blocks written to a tier as requests leave, or before the device evicts them: bytes, hits and TTFT",
-        ),
         "mock": (
             "benchmarks.processes.mock",
             "everything but the model: requests per second through frontend, router and workers",

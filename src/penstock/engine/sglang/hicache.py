@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.core.wire import HashArray
-from penstock.engine.kv_tiers import KvConfig, check_offloads_all
+from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.kv_tiers.staged import DeviceProcess, staged_tiers
 from penstock.engine.weights_digest import weights_digest
 from penstock.kv.connector.orders import Orders, SaveOrder
@@ -74,7 +74,6 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
             )
         self._config = storage_config
         self._kv = KvConfig.parse(extra["kv"], source="hicache_storage_backend_extra_config: kv")
-        check_offloads_all(self._kv, "sglang")
         self._worker = str(extra.get("worker", "sglang"))
         self._digest = weights_digest(extra["model"])
         self._side: KvConnectorWorker | None = None

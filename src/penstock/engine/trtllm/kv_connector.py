@@ -22,7 +22,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
-from penstock.engine.kv_tiers import KvConfig, check_offloads_all
+from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.kv_tiers.memory import HostMemory, TorchMemory
 from penstock.engine.kv_tiers.staged import DeviceProcess, staged_tiers
 from penstock.engine.weights_digest import weights_digest
@@ -155,7 +155,6 @@ class PenstockWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 f'{SETTINGS}: must be JSON with kv and model, as {{"kv": {{"host": "8GiB"}}, "model": "./model"}}'
             )
         self._kv = KvConfig.parse(settings["kv"], source=f"{SETTINGS}: kv")
-        check_offloads_all(self._kv, "trtllm")
         outlives = self._kv.present().keys() & {Tier.DISK, Tier.OBJECT}
         self._digest = weights_digest(settings["model"]) if outlives else ""
         self._block_size: int = llm_args.kv_cache_config.tokens_per_block

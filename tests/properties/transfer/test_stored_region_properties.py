@@ -1,5 +1,8 @@
-"""A region of an object store against a byte array: any writes, any reads, by one agent and then by another."""
+"""Regions of a file and of an object store against a byte array: any writes, any reads, by one agent and then by another."""
 
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,15 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.descriptors import Region
 from penstock.core.errors import ChecksumMismatch
 from penstock.testing.loop import run_async
-from penstock.transfer import ObjectRegion, TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.storage.block_sums import BLOCK_BYTES
+from penstock.transfer import FileRegion, ObjectRegion, TransferAgent, TransferConfig, TransferOp
+from penstock.transfer.storage.file import FileStorage
 from penstock.transfer.storage.object import ObjectStorage
 
 obstore = pytest.importorskip("obstore")
 
-OBJECT_BYTES = 1 << 20
+BLOCK_BYTES, OBJECT_BYTES = 4096, 1 << 20
 SIZE = 2 * OBJECT_BYTES + 3 * BLOCK_BYTES
 
 edges = st.sampled_from([0, BLOCK_BYTES, OBJECT_BYTES, 2 * OBJECT_BYTES, SIZE])
@@ -30,36 +34,58 @@ steps = st.one_of(
 
 
 class _Model:
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int) -> None:
         self.data = np.zeros(SIZE, np.uint8)
-        self.written = np.zeros(SIZE // BLOCK_BYTES, bool)
+        self.written = np.zeros(SIZE // block_bytes, bool)
+        self._block_bytes = block_bytes
 
     def blocks(self, start: int, end: int) -> slice:
-        return slice(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        return slice(start // self._block_bytes, -(-end // self._block_bytes))
+
+
+def _in_store() -> Callable[[], Region]:
+    store = obstore.store.MemoryStore()
+    return lambda: ObjectRegion(store, SIZE, object_bytes=OBJECT_BYTES, block_bytes=BLOCK_BYTES)
 
 
 @pytest.mark.slow
 @given(st.lists(steps, max_size=10))
 @settings(max_examples=25)
 def test_what_is_read_is_what_was_written(script: list[tuple[str, list[tuple[int, int]], int]]) -> None:
-    store = obstore.store.MemoryStore()
-    model = _Model()
+    _compare(_in_store(), BLOCK_BYTES, script)
+
+
+@pytest.mark.slow
+@given(st.lists(steps, max_size=10), st.sampled_from([BLOCK_BYTES, 5 * BLOCK_BYTES]))
+@settings(max_examples=25)
+def test_what_is_read_of_a_file_is_what_was_written(
+    script: list[tuple[str, list[tuple[int, int]], int]], block_bytes: int
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "kv"
+        _compare(lambda: FileRegion(path, SIZE, block_bytes=block_bytes), block_bytes, script)
+
+
+def _compare(
+    region: Callable[[], Region], block_bytes: int, script: list[tuple[str, list[tuple[int, int]], int]]
+) -> None:
+    model = _Model(block_bytes)
     memory = np.zeros(SIZE, np.uint8)
 
     async def main() -> None:
         turns = iter(script)
-        while await _life(store, memory, model, turns):
+        while await _life(region(), memory, model, turns):
             pass
 
     run_async(main())
 
 
-async def _life(store: object, memory: np.ndarray, model: _Model, turns: Any) -> bool:
+async def _life(region: Region, memory: np.ndarray, model: _Model, turns: Any) -> bool:
     """Do what one agent does; says whether there is more for another one."""
-    transport = ObjectStorage(requests=3, request_timeout_s=10, retries=0)
-    async with TransferAgent("a", TransferConfig(listen=()), transports=[transport]) as agent:
+    transports = [ObjectStorage(requests=3, request_timeout_s=10, retries=0), FileStorage(threads=3)]
+    async with TransferAgent("a", TransferConfig(listen=()), transports=transports) as agent:
         local = agent.register(memory)
-        remote = agent.register(ObjectRegion(store, SIZE, object_bytes=OBJECT_BYTES))
+        remote = agent.register(region)
         for what, spans, seed in turns:
             if what == "reopen":
                 return True

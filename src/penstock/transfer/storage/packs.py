@@ -1,4 +1,4 @@
-"""The format of a pack: a head that says which blocks are inside, then the blocks one after the other.
+"""The format of a pack, an object of several blocks: a head that says which blocks are inside, then the blocks one after the other.
 
 The head is 48 bytes (magic, version, number of blocks, namespace, bytes of a block, checksum of the whole head) and a record of
 32 bytes for each block. A pack's name is the digest of its head, so a head that does not fit its name is not trusted.
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import TransferError
 from penstock.core.wire import HashArray
-from penstock.kv.buffers import crc32c
+from penstock.transfer.regions.checksum import crc32c
 
 RECORD = np.dtype(
     [
@@ -113,26 +113,36 @@ def parse_head(
         PackDamaged: the head is not one that was written under this name, or the object has another size.
     """
     count = count_blocks(data)
-    if len(data) < head_bytes(count):
-        raise PackDamaged(
-            f"pack {name}: the head has {head_bytes(count)} bytes, but only {len(data)} are there"
-        )
-    head = bytearray(data[: head_bytes(count)])
-    _, _, _, found_namespace, found_bytes, found_sum = _HEAD.unpack_from(head)
-    if _digest(bytes(head)) != name:
-        raise PackDamaged(f"pack {name}: its head has digest {_digest(bytes(head))}")
-    struct.pack_into("<I", head, _SUM_AT, 0)
-    if crc32c(np.frombuffer(head, np.uint8)) != found_sum:
-        raise PackDamaged(f"pack {name}: its head does not fit its checksum")
-    if found_namespace != namespace:
-        raise PackDamaged(f"pack {name} is of namespace {found_namespace.hex()}, and not {namespace.hex()}")
-    records = np.frombuffer(bytes(head), RECORD, count, _HEAD.size)
-    if found_bytes != block_bytes or (records["length"] != block_bytes).any():
-        raise PackDamaged(f"pack {name} has blocks of {found_bytes} bytes, and not {block_bytes}")
+    head = bytes(data[: head_bytes(count)])
+    if len(head) == head_bytes(count) and _digest(head) != name:
+        raise PackDamaged(f"pack {name}: its head has digest {_digest(head)}")
+    records = parse_records(data, namespace=namespace, block_bytes=block_bytes)
     offsets = head_bytes(count) + np.arange(count, dtype=np.int64) * block_bytes
     if size_bytes != int(offsets[-1]) + block_bytes:
         raise PackDamaged(f"pack {name} has {size_bytes} bytes, and not {int(offsets[-1]) + block_bytes}")
     return Pack(name, records, offsets, size_bytes)
+
+
+def parse_records(data: bytes | memoryview, *, namespace: bytes, block_bytes: int) -> Records:
+    """Read the (n,) records of a head and check all of it but the name; arguments as in `parse_head`.
+
+    Raises:
+        PackDamaged: it is not a head of this namespace and block size, or is damaged.
+    """
+    count = count_blocks(data)
+    if len(data) < head_bytes(count):
+        raise PackDamaged(f"the head has {head_bytes(count)} bytes, but only {len(data)} are there")
+    head = bytearray(data[: head_bytes(count)])
+    _, _, _, found_namespace, found_bytes, found_sum = _HEAD.unpack_from(head)
+    struct.pack_into("<I", head, _SUM_AT, 0)
+    if crc32c(np.frombuffer(head, np.uint8)) != found_sum:
+        raise PackDamaged("the head does not fit its checksum")
+    if found_namespace != namespace:
+        raise PackDamaged(f"the pack is of namespace {found_namespace.hex()}, and not {namespace.hex()}")
+    records = np.frombuffer(bytes(head), RECORD, count, _HEAD.size)
+    if found_bytes != block_bytes or (records["length"] != block_bytes).any():
+        raise PackDamaged(f"the pack has blocks of {found_bytes} bytes, and not {block_bytes}")
+    return records
 
 
 def _digest(head: bytes) -> str:
