@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from io import StringIO
 from math import nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -187,6 +187,15 @@ class Block:
     def text(self) -> str:
         """The text so far; of a tool call the arguments so far."""
         return self._written.getvalue()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a tool call; empty where its text is no JSON object, as of a cut answer."""
+        try:
+            decoded = msgspec.json.decode(self.text)
+        except (ValueError, RecursionError):
+            return {}
+        return decoded if isinstance(decoded, dict) else {}
 
     def add(self, text: str, logprobs: Iterable[TokenText]) -> None:
         """Take more text, and the log-probabilities of its tokens."""
