@@ -139,6 +139,6 @@ def test_an_output_that_nobody_reads_holds_up_neither_children_nor_the_superviso
     shown = b"".join(parts).splitlines()
     gaps = [int(each.split()[1]) for each in shown if b"lines are not shown" in each]
     assert shown[-1] == b"the reader is back"
-    assert sum(gaps) > 500
+    assert sum(gaps) > 100
     assert sum(gaps) + len(shown) - len(gaps) - 1 == 2 * 2048
     assert sum(1 for _ in kept(tmp_path / "log")) == 2048
