@@ -6,25 +6,20 @@ from typing import Any
 
 from penstock.cli.arguments.flags import add_set
 
-TARGETS = ("kubernetes", "helm", "compose", "slurm")
+TARGETS = ("kubernetes", "slurm")
 
 
 def add(commands: Any) -> None:
     """Register the subcommand."""
     parser = commands.add_parser(
         "render",
-        help="print what runs a graph on Kubernetes, by Helm, compose or Slurm",
+        help="print what runs a graph on Kubernetes or Slurm",
         description="Print what runs a graph elsewhere. Nothing is started or asked. What no pod could have is refused: one line"
         " for each field, with what to do.",
         epilog="Exit code: 2 if the graph has a mistake, or something that is of one machine.",
     )
     parser.add_argument("file", metavar="FILE", help="YAML, or Python that sets `graph`")
     parser.add_argument("--target", choices=TARGETS, default="kubernetes", help="default: kubernetes")
-    parser.add_argument(
-        "--output",
-        metavar="DIRECTORY",
-        help="where the chart of --target helm is written; others are printed",
-    )
     parser.add_argument("--image", help="of frontends and workers without GPUs (default: penstock:VERSION)")
     parser.add_argument(
         "--gpu-image", metavar="IMAGE", help="of workers with GPUs (default: penstock-cuda:VERSION)"
@@ -82,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
     from penstock.core.errors import ConfigError  # noqa: PLC0415
     from penstock.deploy.manifests.options import Cache, Mount, RenderOptions  # noqa: PLC0415
     from penstock.deploy.manifests.paths import RELATIVE, is_local_model  # noqa: PLC0415
-    from penstock.deploy.manifests.targets import manifest, write_chart  # noqa: PLC0415
+    from penstock.deploy.manifests.targets import manifest  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
 
     graph = load(options.file, Overrides(options.set))
@@ -98,14 +93,6 @@ def _run(options: argparse.Namespace) -> int:
             "network_policy": not options.no_network_policy,
         }
     )
-    if options.target == "helm":
-        if options.output is None:
-            raise ConfigError("--target helm: a chart is a directory; name it by --output, as --output chart")
-        count = write_chart(graph, settings, Path(options.output))
-        print(f"{options.output}: a chart of {count} files; helm install NAME {options.output}")  # noqa: T201
-        return 0
-    if options.output is not None:
-        raise ConfigError(f"--output: {options.output}: is of --target helm; others are printed: use > FILE")
     print(manifest(options.target, graph, settings), end="")  # noqa: T201
     return 0
 

@@ -12,15 +12,16 @@ def add(commands: Any) -> None:
         "operator",
         help="run the operator of a Kubernetes namespace",
         description="Make the PenstockGraphs of a namespace of Kubernetes running deployments, and keep their status. Of several operators one acts:"
-        " the one that holds a Lease in their own namespace, which is that of the pod's service account, or of the kubeconfig that"
-        " KUBECONFIG names.",
+        " the one that holds the lock, the ConfigMap penstock-operator of that namespace.",
         epilog="Exit code: 2 if there is no cluster, or it cannot be used.",
     )
     parser.add_argument(
         "--crds", action="store_true", help="print the CustomResourceDefinitions as YAML, and end"
     )
     parser.add_argument(
-        "--namespace", metavar="NAME", help="whose PenstockGraphs it operates (default: the operator's own)"
+        "--namespace",
+        metavar="NAME",
+        help="whose PenstockGraphs it operates (default: that of the pod's service account or of the kubeconfig that KUBECONFIG names)",
     )
     parser.add_argument(
         "--listen",
@@ -55,12 +56,12 @@ def _run(options: argparse.Namespace) -> int:
     if not 1 <= options.lease_s <= 3600:
         raise ConfigError(f"--lease-s: must be from 1 to 3600, got {options.lease_s:g}")
     configure(options.log_level, process="operator")
-    own, operated = KubernetesAccess.find(), KubernetesAccess.find()
+    access = KubernetesAccess.find()
     if options.namespace is not None:
         if not DNS_LABEL.fullmatch(options.namespace):
             raise ConfigError(
                 f"--namespace: must be up to 63 small letters, digits and '-', got {options.namespace!r}"
             )
-        operated.namespace = options.namespace
-    asyncio.run(run_operator(operated, lease_access=own, lease_s=options.lease_s, listen=options.listen))
+        access.namespace = options.namespace
+    asyncio.run(run_operator(access, lease_s=options.lease_s, listen=options.listen))
     return 0

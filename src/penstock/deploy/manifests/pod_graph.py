@@ -1,4 +1,4 @@
-"""The graph as pods, containers and nodes read it: what is of one machine is changed or refused."""
+"""The graph as pods read it: a field that holds for one machine alone is changed or refused."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -56,16 +56,13 @@ class PodGraph:
         return hashlib.sha256(content.encode()).hexdigest()[:_HASH_DIGITS]
 
 
-def make_pod_graph(
-    graph: Graph, options: RenderOptions, runtime: Mapping[str, str], *, processes: int = 1
-) -> PodGraph:
+def make_pod_graph(graph: Graph, options: RenderOptions, runtime: Mapping[str, str]) -> PodGraph:
     """Change a graph of one machine to one of pods.
 
     Args:
         graph: the deployment.
         options: where it runs.
         runtime: fields of `runtime` that are set there.
-        processes: frontends of one pod.
 
     Raises:
         ConfigError: one line for each field that no pod could have, `PATH: VALUE: why; what to do`.
@@ -82,7 +79,7 @@ def make_pod_graph(
     frontend |= {
         "host": _any_address(graph.frontend.host),
         "port": frontend_port(graph),
-        "processes": processes,
+        "processes": 1,
     }
     probes = {"probes": f"tcp://0.0.0.0:{probe_port(graph)}"}
     document["runtime"] = document.get("runtime", {}) | probes | dict(runtime)
@@ -163,8 +160,8 @@ def _of_one_machine(graph: Graph) -> Iterator[str]:
         yield "worker.own_cores: true: a pod has the cores that its node gives it; leave it out, and set cpu limits"
     if graph.planner is not None and graph.planner.scales != "pods":
         yield (
-            "planner: (a mapping): nothing here would start the pods or containers that it wants; apply the graph as a PenstockGraph, whose"
-            " operator does, or leave it out and scale by an autoscaler, kubectl scale or docker compose up --scale"
+            "planner: (a mapping): nothing here would start the pods that it wants; apply the graph as a PenstockGraph, whose"
+            " operator does, or leave it out and scale by an autoscaler or kubectl scale"
         )
 
 

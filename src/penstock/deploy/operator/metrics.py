@@ -30,8 +30,3 @@ class OperatorMetrics:
         self.leads = Gauge(
             "penstock_operator_leader", "1 while this operator acts, 0 while another does.", registry=registry
         )
-        self.conflict = Gauge(
-            "penstock_operator_conflict",
-            "1 while operators of another namespace act on the namespace that this operator should act on, so that it does not.",
-            registry=registry,
-        )

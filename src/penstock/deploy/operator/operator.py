@@ -14,8 +14,7 @@ from penstock.core.errors import Unavailable
 from penstock.core.log import cause, get_logger
 from penstock.deploy.operator.cache import ClusterCache
 from penstock.deploy.operator.http import OperatorHttp
-from penstock.deploy.operator.leading.claim import Claim
-from penstock.deploy.operator.leading.leadership import Leadership
+from penstock.deploy.operator.leadership import Leadership
 from penstock.deploy.operator.metrics import OperatorMetrics
 from penstock.deploy.operator.reconciler import Reconciler
 from penstock.deploy.operator.work_queue import WorkQueue
@@ -26,11 +25,6 @@ _RESYNC_S = 600.0
 _FAILURES_SAID = 4
 """So many in a row, within about 8 s, are said in the graph's status: fewer pass by themselves."""
 _log = get_logger()
-
-
-def lease_name(namespace: str) -> str:
-    """Name the Lease of the operators of a namespace: those of several may have one namespace themselves."""
-    return f"penstock-operator-{namespace}"
 
 
 class Operator:
@@ -45,7 +39,6 @@ class Operator:
         lease_s: float = 15.0,
         pace: Pace | None = None,
         resync_s: float = _RESYNC_S,
-        lease_access: KubernetesAccess | None = None,
         registry: CollectorRegistry | None = None,
     ) -> None:
         """Do nothing yet.
@@ -57,24 +50,13 @@ class Operator:
             lease_s: a leader that is silent for so long is replaced.
             pace: of watches.
             resync_s: every graph is applied again so often, whatever watches told.
-            lease_access: the API server for the Lease, which is in its namespace; None is `access`.
             registry: of metrics; None for one of its own.
         """
         self._metrics = OperatorMetrics(registry or CollectorRegistry())
-        self._lease_client = KubernetesClient(lease_access or access, timeout_s=_CALL_S)
         self._client = KubernetesClient(access, timeout_s=_CALL_S)
         self._rng = rng
         self._identity = identity or f"{socket.gethostname()}-{os.getpid()}-{rng.getrandbits(32):08x}"
-        self._leadership = Leadership(
-            self._lease_client, lease_name(access.namespace), self._identity, duration_s=lease_s, rng=rng
-        )
-        self._claim = Claim(
-            self._client,
-            self._lease_client.namespace,
-            duration_s=lease_s,
-            rng=rng,
-            on_conflict=self._metrics.conflict.set,
-        )
+        self._leadership = Leadership(self._client, self._identity, duration_s=lease_s, rng=rng)
         self._pace = pace or Pace(probe_s=30.0, retry_s=0.2, retry_s_max=10.0)
         self._resync_s = resync_s
         self._is_blind = False
@@ -82,25 +64,12 @@ class Operator:
 
     async def run(self) -> None:
         """Wait for the lead, and operate while this process has it, until cancelled."""
-        async with self._client, self._lease_client:
-            await self._leadership.run(self._operate_claimed)
+        async with self._client:
+            await self._leadership.run(self._operate)
 
     def is_ready(self) -> bool:
         """Whether the API server has answered lately, and shown all that is to be operated where this process leads."""
         return self._leadership.has_answered() and not self._is_blind
-
-    async def _operate_claimed(self) -> None:
-        """Operate while no operator of another namespace does."""
-        while True:
-            self._is_blind = True
-            try:
-                await self._claim.acquire()
-                async with asyncio.TaskGroup() as group:
-                    operating = group.create_task(self._operate())
-                    await self._claim.keep()
-                    operating.cancel()
-            finally:
-                self._is_blind = False
 
     async def _operate(self) -> None:
         queue = WorkQueue(self._rng)
@@ -164,14 +133,11 @@ class Operator:
             _log.warning("status_not_written", graph=name, **cause(second))
 
 
-async def run_operator(
-    access: KubernetesAccess, *, lease_access: KubernetesAccess, lease_s: float, listen: str | None
-) -> None:
+async def run_operator(access: KubernetesAccess, *, lease_s: float, listen: str | None) -> None:
     """Operate until SIGTERM or SIGINT, and give up the lead then, so that another operator goes on at once.
 
     Args:
         access: the API server; its namespace is operated.
-        lease_access: the same, for the Lease in its namespace.
         lease_s: a leader that is silent for so long is replaced.
         listen: `tcp://HOST:PORT` of probes and metrics; None for none.
 
@@ -182,9 +148,7 @@ async def run_operator(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     registry = CollectorRegistry()
-    operator = Operator(
-        access, rng=random.Random(), lease_s=lease_s, lease_access=lease_access, registry=registry
-    )
+    operator = Operator(access, rng=random.Random(), lease_s=lease_s, registry=registry)
     async with AsyncExitStack() as stack:
         if listen is not None:
             http = await stack.enter_async_context(OperatorHttp(listen, registry, operator.is_ready))

@@ -21,7 +21,7 @@ from penstock.graph.kubernetes.fields import (
 
 
 class KubernetesSpec(Config):
-    """Fields of pods, merged over those that Penstock renders. Only `penstock render` for Kubernetes or Helm and the operator read them."""
+    """Fields of pods, merged over those that Penstock renders. Only `penstock render --target kubernetes` and the operator read them."""
 
     labels: dict[str, str | None] = pydantic.Field(default_factory=dict)
     """Further labels of the pods; null removes one that is set for all pods."""
