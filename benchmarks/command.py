@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from penstock.bench.registry import Benches
 from penstock.cli import run
-from penstock.cli.arguments.parser import Parser
+from penstock.cli.parser import Parser
 
 EXPERIMENTS = Benches(
     "benchmarks",

@@ -2,22 +2,24 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from penstock.cli.arguments.flags import add_set
+from penstock.cli.parser import Parser, add_set
+from penstock.core.errors import ConfigError
+from penstock.deploy.manifests.options import Cache, Mount, RenderOptions
+from penstock.deploy.manifests.paths import RELATIVE, is_local_model
+from penstock.deploy.manifests.targets import manifest
+from penstock.graph import Overrides, load
 
 TARGETS = ("kubernetes", "slurm")
 
 
-def add(commands: Any) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "render",
-        help="print what runs a graph on Kubernetes or Slurm",
-        description="Print what runs a graph elsewhere. Nothing is started or asked. What no pod could have is refused: one line"
-        " for each field, with what to do.",
-        epilog="Exit code: 2 if the graph has a mistake, or something that is of one machine.",
+def add_render(parser: Parser) -> None:
+    """Add the arguments of `penstock render`."""
+    parser.description = (
+        "Print what runs a graph elsewhere. Nothing is started or asked. What no pod could have is refused: one line"
+        " for each field, with what to do."
     )
+    parser.epilog = "Exit code: 2 if the graph has a mistake, or something that is of one machine."
     parser.add_argument("file", metavar="FILE", help="YAML, or Python that sets `graph`")
     parser.add_argument("--target", choices=TARGETS, default="kubernetes", help="default: kubernetes")
     parser.add_argument("--image", help="of frontends and workers without GPUs (default: penstock:VERSION)")
@@ -74,11 +76,6 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock.core.errors import ConfigError  # noqa: PLC0415
-    from penstock.deploy.manifests.options import Cache, Mount, RenderOptions  # noqa: PLC0415
-    from penstock.deploy.manifests.paths import RELATIVE, is_local_model  # noqa: PLC0415
-    from penstock.deploy.manifests.targets import manifest  # noqa: PLC0415
-    from penstock.graph import Overrides, load  # noqa: PLC0415
 
     graph = load(options.file, Overrides(options.set))
     if Path(graph.model).is_dir() and not is_local_model(graph.model):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.deploy.commands.hosted.apply import table
+from penstock.cli.apply import table
 from penstock.deploy.supervisor.rollout.differences import differences
 from penstock.graph import Graph
 
