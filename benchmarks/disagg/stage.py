@@ -15,7 +15,7 @@ from benchmarks.disagg.workload import Arrival, StreamsAndPrompts
 from benchmarks.processes.served import Served
 from penstock.cli.scale import change_role
 from penstock.core.types.instances import Role
-from penstock.deploy.control.frontend_address import FrontendAddress
+from penstock.deploy.control.local_connector import FrontendAddress
 from penstock.worker.step_log import read_steps
 
 _ROLE_CHANGES = 2

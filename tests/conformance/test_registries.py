@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import InstanceState
-from penstock.deploy.manifests.kubernetes.access import DISCOVERY_RULES
+from penstock.deploy.manifests.network import DISCOVERY_RULES
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.etcd import EtcdClient, EtcdDiscovery
 from penstock.runtime.discovery.kubernetes import KubernetesDiscovery

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from penstock import cli
-from penstock.bench.registry import BENCHES
 from penstock.cli.serve import FLAGS
 from penstock.graph import Graph
 from penstock.sim.workload.workload import WorkloadConfig

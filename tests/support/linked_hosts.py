@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from penstock.core.types.instances import Role
-from penstock.deploy.hosts.connector import HostsConnector
-from penstock.deploy.hosts.host import Host
+from penstock.deploy.hosts.connector import Host, HostsConnector
 from penstock.deploy.hosts.host_link import HostLink
 from penstock.deploy.hosts.planner_server import PlannerServer
-from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
+from penstock.deploy.supervisor.worker_pool import WorkerPool
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.handshake import Identity
 from tests.support.scripted_pool import PoolScene

@@ -6,10 +6,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from penstock.core.types.instances import ReplicaState, Role, Scale
-from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
-from penstock.deploy.hosts.roles import ROLES
+from penstock.deploy.hosts.kubernetes_connector import ROLES, KubernetesConnector
 from penstock.deploy.operator.definitions import definitions
-from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
+from penstock.deploy.supervisor.worker_pool import WorkerPool
 from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient, Resource
 from tests.support.kubernetes.api_server import ApiServer
 from tests.support.scripted_pool import PoolScene

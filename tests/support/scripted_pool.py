@@ -18,12 +18,9 @@ from penstock.deploy.messages import (
     WorkerJob,
 )
 from penstock.deploy.supervisor.member import Member
-from penstock.deploy.supervisor.resources.devices import Devices
-from penstock.deploy.supervisor.resources.process_cores import ProcessCores
-from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
-from penstock.deploy.supervisor.scaling.room import Room
-from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
-from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
+from penstock.deploy.supervisor.resources import Devices, ProcessCores
+from penstock.deploy.supervisor.scale_file import ScaleFile
+from penstock.deploy.supervisor.worker_pool import PoolWorker, Room, WorkerPool
 from penstock.graph import Graph, Supervision
 
 CARD = ModelCard(name="m", context_length=64, block_size=16, salt=b"")

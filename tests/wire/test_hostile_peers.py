@@ -24,7 +24,7 @@ from penstock.demo import MODEL_DIR
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME, Deployment, Told
 from penstock.deploy.control.server import ControlServer
-from penstock.deploy.processes.watched_servers import WatchedServers
+from penstock.deploy.processes.watched_server import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.metrics import read_load
 from penstock.engine.openai.server import Server

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.listening import Address
-from penstock.deploy.control.frontend_address import FrontendAddress
+from penstock.deploy.control.local_connector import FrontendAddress
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE, admin_token_path, load_admin_token
 from penstock.frontend.limits.keys import API_KEY_VARIABLE
 

@@ -18,7 +18,7 @@ from penstock.cli.admin import ask, ask_stream
 from penstock.cli.parser import Parser, add_frontend, frontend_of
 from penstock.cli.top_tables import printable, seconds
 from penstock.core.errors import ConfigError, PenstockError, RequestError, Unavailable
-from penstock.deploy.control.frontend_address import FrontendAddress
+from penstock.deploy.control.local_connector import FrontendAddress
 from penstock.deploy.state import state_dir
 from penstock.router.dispatch.journeys import Journey, Part
 

@@ -13,7 +13,7 @@ from penstock.cli.admin import ask as ask_server
 from penstock.cli.parser import Parser, add_frontend, frontend_of
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.events import Tier
-from penstock.deploy.control.frontend_address import FrontendAddress
+from penstock.deploy.control.local_connector import FrontendAddress
 from penstock.frontend.openai.explaining import LATEST_DEFAULT, LATEST_MAX
 from penstock.router.explain.explanation import Candidate, Explanation, Prefill
 from penstock.router.explain.replay import Replay, Replayed

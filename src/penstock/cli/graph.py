@@ -16,15 +16,18 @@ from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR
 from penstock.deploy.card import check_checkpoint, check_model, open_checkpoint
 from penstock.deploy.processes.engine_spec import engine_spec
-from penstock.deploy.supervisor.links.links import check_files
+from penstock.deploy.supervisor.links import check_files
 from penstock.deploy.supervisor.local_part import check_nodes, expect_same_blocks, runnable_roles
 from penstock.deploy.supervisor.planning import capacities_of
-from penstock.deploy.supervisor.resources.devices import Devices, expect_one_machine
-from penstock.deploy.supervisor.resources.host_arena import HostExtents
-from penstock.deploy.supervisor.resources.process_cores import ProcessCores, computes_here
-from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
-from penstock.deploy.supervisor.scaling.room import Room
-from penstock.deploy.supervisor.scaling.scale_file import declared_workers
+from penstock.deploy.supervisor.resources import (
+    Devices,
+    HostExtents,
+    ProcessCores,
+    computes_here,
+    expect_one_machine,
+)
+from penstock.deploy.supervisor.scale_file import declared_workers
+from penstock.deploy.supervisor.worker_pool import PoolWorker, Room
 from penstock.engine.launch_host import SymbolicHost
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch

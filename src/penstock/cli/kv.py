@@ -11,7 +11,7 @@ from urllib.parse import quote
 from penstock.cli.admin import ask
 from penstock.cli.parser import Parser, add_frontend, frontend_of
 from penstock.core.errors import ConfigError
-from penstock.deploy.control.frontend_address import FrontendAddress
+from penstock.deploy.control.local_connector import FrontendAddress
 
 
 def add_kv(parser: Parser) -> None:

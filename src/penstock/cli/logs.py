@@ -15,7 +15,7 @@ from penstock.core.config import nearest
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.deploy.control.hosted import Hosted, choose, hosted
 from penstock.deploy.state import OUTPUT_LOG, state_dir
-from penstock.deploy.supervisor.output.log_file import before
+from penstock.deploy.supervisor.output import before
 
 _LINES = 100
 

@@ -7,10 +7,10 @@ from penstock.cli.parser import Parser, add_log_level
 from penstock.core.errors import ConfigError
 from penstock.core.log import configure
 from penstock.deploy.manifests.options import DNS_LABEL
-from penstock.deploy.manifests.yaml_text import dump_all
+from penstock.deploy.manifests.pod_graph import dump_all
 from penstock.deploy.operator.definitions import definitions
 from penstock.deploy.operator.operator import run_operator
-from penstock.runtime.kubernetes.access import KubernetesAccess
+from penstock.runtime.kubernetes import KubernetesAccess
 
 
 def add_operator(parser: Parser) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.deploy.control.frontend_address import FrontendAddress
+    from penstock.deploy.control.local_connector import FrontendAddress
 
 
 _INDENT, _WIDTH = 15, 96
@@ -129,7 +129,7 @@ def frontend_of(options: argparse.Namespace) -> "FrontendAddress":
         ConfigError: several deployments fit, or `--url` is no URL.
         Unavailable: none fits.
     """
-    from penstock.deploy.control.deployments import find_frontend  # noqa: PLC0415
+    from penstock.deploy.control.local_connector import find_frontend  # noqa: PLC0415
 
     return find_frontend(options.url, name=options.name, part=options.part)
 

@@ -20,7 +20,7 @@ from penstock.core.clock import wall_time_s
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import Role
-from penstock.deploy.control.deployments import find_deployment
+from penstock.deploy.control.local_connector import find_deployment
 from penstock.deploy.state import PLANNER_LOG, state_dir
 from penstock.graph import Graph, Overrides, Slo, build
 from penstock.graph.capacities import make_capacity

@@ -13,9 +13,8 @@ from penstock.cli.admin import ask
 from penstock.cli.parser import Parser
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import PenstockError, Unavailable
-from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.deploy.control.hosted import Hosted, hosted
-from penstock.deploy.control.local_connector import LocalConnector
+from penstock.deploy.control.local_connector import FrontendAddress, LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME, ProcessView
 
 

@@ -18,10 +18,10 @@ from penstock.cli.serve import say
 from penstock.core import log
 from penstock.core.config import wrong
 from penstock.core.errors import ConfigError
-from penstock.core.net.address import Address
+from penstock.core.listening import Address
 from penstock.core.types.instances import Role
-from penstock.deploy.location import location_here
-from penstock.deploy.processes.watched_servers import WatchedServers
+from penstock.deploy.identity import location_here
+from penstock.deploy.processes.watched_server import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.frontend.endpoint_picker.config import EndpointPickerConfig
@@ -36,8 +36,7 @@ from penstock.graph import Overrides
 from penstock.router.config import DisaggConfig
 from penstock.router.service.routing_service import RoutingService
 from penstock.router.service.servers import ANY_LENGTH
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import KubernetesClient
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient
 
 _FLAGS = {
     "--host": ("host", "HOST", "address to listen on (default 127.0.0.1)"),

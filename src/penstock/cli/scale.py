@@ -13,10 +13,8 @@ from penstock.cli.admin import ask
 from penstock.cli.parser import Parser, add_deployment, add_frontend, frontend_of
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Replica, ReplicaState, Scale
-from penstock.deploy.control.deployments import find_deployment
-from penstock.deploy.control.frontend_address import FrontendAddress
+from penstock.core.types.instances import Replica, ReplicaState, Role, Scale
+from penstock.deploy.control.local_connector import FrontendAddress, find_deployment
 from penstock.planner.observe.observation import Observation
 from penstock.router.dispatch.worker_changes import RoleChanged, StateChanged
 from penstock.seams import ScalingConnector

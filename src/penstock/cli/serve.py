@@ -21,8 +21,8 @@ from penstock.core.document import parse_yaml
 from penstock.core.errors import ConfigError
 from penstock.core.native import warn_if_disabled
 from penstock.deploy.card import served_name
-from penstock.deploy.control.frontend_address import DEFAULT_URL
-from penstock.deploy.control.record import Origin
+from penstock.deploy.control.hosted import Origin
+from penstock.deploy.control.local_connector import DEFAULT_URL
 from penstock.deploy.state import admin_token_path
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.deploy.supervisor.local_part import LocalPart

@@ -6,7 +6,7 @@ import sys
 from penstock.cli.admin import ask, ask_stream
 from penstock.cli.parser import Parser, add_frontend, frontend_of
 from penstock.cli.top_tables import Seen, plain
-from penstock.deploy.control.frontend_address import FrontendAddress
+from penstock.deploy.control.local_connector import FrontendAddress
 
 
 def add_top(parser: Parser) -> None:

@@ -13,9 +13,9 @@ from penstock.cli.serve import say, serve
 from penstock.core import log
 from penstock.core.native import warn_if_disabled
 from penstock.core.types.instances import Role
-from penstock.deploy.control.record import Origin
+from penstock.deploy.control.hosted import Origin
+from penstock.deploy.supervisor.follower_host import FollowerHost
 from penstock.deploy.supervisor.local_part import LocalPart, followed_role
-from penstock.deploy.supervisor.nodes.follower_host import FollowerHost
 from penstock.graph import Graph, Overrides, load
 
 

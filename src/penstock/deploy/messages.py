@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.core.errors import ErrorInfo
+from penstock.core.errors import ConfigError, ErrorInfo, PenstockError, Unavailable, WrongServerError
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import ModelCard, Role
 from penstock.core.wire import Wire
@@ -215,3 +215,24 @@ News = ProcessFailed | ChangeRole | Planned | Drain
 """What a supervisor tells a child after its assignment."""
 Report = Ready | Failed | Health | Closing | Beat | Phase | RoleChanged | Observed
 Tell = Callable[[Report], None]
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Give the first PenstockError in nested groups, else a sole other error, else the group."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [cause_of(inner) for inner in error.exceptions]
+    clear = next((cause for cause in causes if isinstance(cause, PenstockError)), None)
+    return clear or (causes[0] if len(causes) == 1 else error)
+
+
+def report_of(error: BaseException) -> Failed:
+    """Make the report of a process that an error ends."""
+    cause = cause_of(error)
+    if not isinstance(cause, PenstockError):
+        return Failed(message=f"{type(cause).__name__}: {cause}")
+    return Failed(
+        message=cause.message,
+        config=isinstance(cause, ConfigError),
+        outside=isinstance(cause, (Unavailable, WrongServerError)),
+    )

@@ -8,7 +8,7 @@ import asyncio
 import aiohttp
 import pytest
 
-from penstock.deploy.secret import SECRET_VARIABLE
+from penstock.deploy.identity import SECRET_VARIABLE
 from tests.support.faulty_registry import (
     PROMPT,
     TOKENS,

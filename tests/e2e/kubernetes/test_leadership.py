@@ -12,8 +12,7 @@ from penstock.deploy.operator.definitions import GRAPHS
 from penstock.deploy.operator.http import OperatorHttp
 from penstock.deploy.operator.leadership import CONFIG_MAPS, LOCK
 from penstock.deploy.operator.operator import Operator
-from penstock.runtime.kubernetes.access import KubernetesAccess
-from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient, KubernetesError
 from tests.support.given_by import given_by
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.chaos.load import Frontend, Load
 from penstock.core.wire import WIRE_VERSION
-from penstock.deploy.secret import SECRET_VARIABLE
+from penstock.deploy.identity import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from tests.support.host import ADMIN_TOKEN, until
 from tests.support.registries import Etcd, free_port

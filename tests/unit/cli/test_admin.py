@@ -6,7 +6,7 @@ import pytest
 
 from penstock.cli.admin import ask
 from penstock.core.errors import ConfigError, PenstockError, RequestError, Unavailable
-from penstock.deploy.control.frontend_address import FrontendAddress
+from penstock.deploy.control.local_connector import FrontendAddress
 from penstock.deploy.state import load_admin_token
 from tests.support.answering import Answers, answering
 from tests.support.certificates import make_authority, make_certificate

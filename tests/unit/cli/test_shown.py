@@ -9,7 +9,7 @@ import pytest
 from penstock.cli import main
 from penstock.cli.ps import Link, Listed, table
 from penstock.core.types.events import Tier
-from penstock.core.types.scaling import ReplicaState
+from penstock.core.types.instances import ReplicaState
 from penstock.deploy.control.messages import ProcessView
 from penstock.router.explain.explanation import Candidate, Explanation, Prefill, RouteReason
 from tests.support.answering import Answers, answering

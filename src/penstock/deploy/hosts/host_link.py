@@ -12,7 +12,7 @@ from penstock.core.listening import Address
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Scale
 from penstock.deploy.control.messages import Add, Flip, Retire
-from penstock.deploy.hosts.host import Host
+from penstock.deploy.hosts.connector import Host
 from penstock.deploy.hosts.messages import (
     PROTOCOL,
     SILENT_S,

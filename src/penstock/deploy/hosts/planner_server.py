@@ -14,7 +14,7 @@ from penstock.core.listening import Address
 from penstock.core.log import get_logger
 from penstock.core.types.instances import ReplicaState, Role, Scale, label_problem
 from penstock.deploy.control.messages import Add, Flip, Retire
-from penstock.deploy.hosts.host import Hosts
+from penstock.deploy.hosts.connector import Hosts
 from penstock.deploy.hosts.messages import PROTOCOL, Done, Message, Order, RoundTold, Seen, State, Taken
 from penstock.deploy.messages import Planned
 from penstock.planner.observe.stream import ObservationStream

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 
 from penstock.core.errors import Unavailable
 from penstock.core.log import get_logger
-from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object, Resource
+from penstock.runtime.kubernetes import KubernetesClient, KubernetesError, Object, Resource
 
 CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 LOCK = "penstock-operator"

@@ -15,7 +15,7 @@ from penstock.core.listening import Address
 from penstock.core.log import get_logger
 from penstock.core.types.instances import BecomeRole, Distance, Location, Prices, Role
 from penstock.core.types.kv import KvReport
-from penstock.deploy.location import location_here
+from penstock.deploy.identity import location_here
 from penstock.deploy.messages import (
     Assignment,
     Beat,
@@ -27,13 +27,13 @@ from penstock.deploy.messages import (
     RoleChanged,
     Tell,
     WorkerJob,
+    report_of,
 )
 from penstock.deploy.planes import Planes
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.engine_spec import engine_spec
-from penstock.deploy.processes.nodes.group import gather_nodes
-from penstock.deploy.processes.report import report_of
-from penstock.deploy.processes.tracing import tracing
+from penstock.deploy.processes.frontend_process import tracing
+from penstock.deploy.processes.nodes import gather_nodes
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine, engine_kind

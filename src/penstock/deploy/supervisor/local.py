@@ -1,58 +1,227 @@
 """A deployment on this machine: the supervisor, which runs the hub, with frontends and workers as child processes."""
 
 import asyncio
+import ipaddress
 import itertools
 import os
+import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, RequestError
+from penstock.core.listening import Address
 from penstock.core.types.instances import Role
-from penstock.deploy.card import check_model, served_name
-from penstock.deploy.causes import cause_of
+from penstock.deploy.card import check_model, frontend_drain_s, served_name, worker_drain_s
+from penstock.deploy.control.hosted import DeploymentRecord, Origin, keep_record, unnamed_file
 from penstock.deploy.control.messages import Deployment, ProcessView
-from penstock.deploy.control.probe_server import ProbeServer
-from penstock.deploy.control.record import DeploymentRecord, Origin, keep_record, unnamed_file
-from penstock.deploy.control.server import ControlServer
-from penstock.deploy.drain import frontend_drain_s, worker_drain_s
-from penstock.deploy.messages import Assignment, Common, Job, WorkerJob
-from penstock.deploy.state import OUTPUT_LOG, PLANNER_LOG, load_admin_token, state_dir
-from penstock.deploy.supervisor.child import Child
-from penstock.deploy.supervisor.common import create_shared
-from penstock.deploy.supervisor.frontends.frontends import Frontends
-from penstock.deploy.supervisor.frontends.port import Port, say_open
-from penstock.deploy.supervisor.group_guard import GroupGuard
-from penstock.deploy.supervisor.links.links import Links, LinkTemplate, check_links, link_templates
+from penstock.deploy.control.server import ControlServer, ProbeServer
+from penstock.deploy.identity import deployment_secret, has_secret, location_here, shared_hash_key
+from penstock.deploy.messages import Assignment, Common, Job, WorkerJob, cause_of
+from penstock.deploy.planes import Planes
+from penstock.deploy.state import (
+    OUTPUT_LOG,
+    PLANNER_LOG,
+    RuntimeDirectory,
+    load_admin_token,
+    load_hash_key,
+    state_dir,
+)
+from penstock.deploy.supervisor.applier import Applier
+from penstock.deploy.supervisor.child import Child, GroupGuard, SpareProcesses
+from penstock.deploy.supervisor.frontends import Frontends, Port, say_open
+from penstock.deploy.supervisor.links import Links, LinkTemplate, check_links, link_templates
 from penstock.deploy.supervisor.local_part import LocalPart, roles_here, runnable_roles
-from penstock.deploy.supervisor.member import Member
-from penstock.deploy.supervisor.output.log_file import LogFile
-from penstock.deploy.supervisor.output.process_output import ProcessOutput
-from penstock.deploy.supervisor.planner_place import PlannerPlace, planner_place
-from penstock.deploy.supervisor.planning import Planning, make_planning
-from penstock.deploy.supervisor.resources.devices import Devices, count_devices
-from penstock.deploy.supervisor.resources.host_arena import HostArena
-from penstock.deploy.supervisor.resources.ports import PortRange, Ports
-from penstock.deploy.supervisor.resources.process_cores import ProcessCores, expect_cores, usable_cores
-from penstock.deploy.supervisor.rollout.applier import Applier
-from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
-from penstock.deploy.supervisor.scaling.room import Room
-from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
-from penstock.deploy.supervisor.scaling.template import WorkerTemplate, read_model
-from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
-from penstock.deploy.supervisor.spares import SpareProcesses
+from penstock.deploy.supervisor.member import Member, tick_s
+from penstock.deploy.supervisor.output import LogFile, ProcessOutput
+from penstock.deploy.supervisor.planning import PlannerPlace, Planning, make_planning, planner_place
+from penstock.deploy.supervisor.resources import (
+    Devices,
+    HostArena,
+    PortRange,
+    Ports,
+    ProcessCores,
+    count_devices,
+    expect_cores,
+    usable_cores,
+)
+from penstock.deploy.supervisor.scale_file import ScaleFile
+from penstock.deploy.supervisor.template import WorkerTemplate, read_model
+from penstock.deploy.supervisor.worker_pool import PoolWorker, Room, WorkerPool
 from penstock.engine.registry import engine_kind
 from penstock.frontend.http.server import ServerTls
 from penstock.frontend.limits.keys import API_KEY_VARIABLE, read_tenants, stored_digest
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import say_empty, say_small_kv
+from penstock.graph.runtime import RuntimeSpec
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.discovery.local import LocalHub
+from penstock.runtime.handshake import Identity
+from penstock.runtime.kubernetes import KubernetesAccess
 from penstock.runtime.observations import Window
+from penstock.runtime.tls import PlaneTls
+
+_RESOLVE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """What all processes of this host share, and the hub where this host has one."""
+
+    common: Common
+    hub: LocalHub | None
+
+
+async def create_shared(
+    graph: Graph, stack: AsyncExitStack, *, log_level: str, admin_token: str
+) -> SharedState:
+    """Create it; `stack` ends it.
+
+    Raises:
+        ConfigError: a secret is missing, a file is unreadable, an address cannot be listened on, or a name cannot be resolved
+            or used.
+        Unavailable: the registry of another host does not answer or refuses this one.
+    """
+    spec = graph.runtime
+    secret = deployment_secret(spec)
+    listen, advertise = worker_address(spec)
+    location_here(graph.router.location)  # said before anything starts
+    await _expect_resolvable("runtime.advertise", advertise)
+    transfer = graph.worker.kv_transfer.transfer
+    await _expect_resolvable("worker.kv_transfer.transfer.advertise", transfer.advertise or "")
+    is_shared = spec.spans_hosts or spec.leader is not None or (bool(graph.regions) and has_secret(spec))
+    hash_key = shared_hash_key(secret, graph.name) if is_shared else load_hash_key(state_dir(graph.name))
+    directory = RuntimeDirectory()
+    stack.callback(directory.remove)
+    identity = Identity(process="supervisor", hash_key=hash_key, secret=secret)
+    hub = None
+    if spec.discovery == "local" and spec.join is None:
+        hub = await start_hub(spec, identity, f"unix://{directory.path}/hub.sock", stack)
+    common = Common(
+        graph_json=graph.model_dump_json(),
+        runtime_dir=str(directory.path),
+        hub_address=spec.join or (hub.address if hub else ""),
+        secret=secret,
+        hash_key=hash_key,
+        log_level=log_level,
+        supervisor_pid=os.getpid(),
+        admin_token=admin_token,
+        heartbeat_interval_s=tick_s(graph.supervision),
+        listen=listen,
+        advertise=advertise,
+    )
+    if hub is None or graph.runtime.events != "direct":
+        planes = Planes(graph, common, identity, rng=random.Random())
+        async with planes:  # said before anything starts
+            await planes.connect()
+    return SharedState(common, hub)
+
+
+def worker_address(spec: RuntimeSpec) -> tuple[str, str]:
+    """Say where workers of this host listen, and the host that they register.
+
+    Returns:
+        the address, empty for private sockets; the host, empty for that of the address.
+
+    Raises:
+        ConfigError: workers would listen on every address, and nothing says which one others reach.
+    """
+    if spec.listen is None and not spec.spans_hosts:
+        return "", ""
+    if spec.listen is not None:
+        address = Address.parse(spec.listen, source="runtime.listen")
+    else:
+        address = Address(host=_own_host(spec))
+    if _is_any(address.host) and not spec.advertise:
+        where = "runtime.listen" if spec.listen is not None else "runtime.hub"
+        raise ConfigError(
+            f"{where}: {address.host} is every address of this host, of which workers register one; set runtime.advertise"
+        )
+    return str(address), spec.advertise or ""
+
+
+async def start_hub(spec: RuntimeSpec, identity: Identity, private: str, stack: AsyncExitStack) -> LocalHub:
+    """Start the hub; one that other hosts reach keeps a registration for a lease, as networks break where processes live.
+
+    Raises:
+        ConfigError: this host does not have its address, or the port is in use.
+    """
+    config, tls = spec.registry, None
+    if spec.hub is not None:
+        config = config.model_copy(update={"linger_s": max(config.linger_s, config.lease_ttl_s)})
+        tls = PlaneTls.of(spec.tls)
+        if tls is not None:
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(group.create_task(tls.watch(), name="certificates").cancel)
+    hub = LocalHub(identity, listen=spec.hub or private, tls=tls, config=config)
+    try:
+        await hub.start()
+    except ConfigError as error:
+        if spec.hub is None:
+            raise
+        raise ConfigError(
+            f"runtime.hub: {error.message}; where another supervisor has the registry, join it by --join {spec.hub}"
+        ) from error
+    stack.push_async_callback(hub.close)
+    return hub
+
+
+def _own_host(spec: RuntimeSpec) -> str:
+    """Give the address of this host that the others reach: of the hub here, or by which this host reaches the other one's."""
+    if spec.hub is not None:
+        return Address.parse(spec.hub, source="runtime.hub").host
+    if spec.join is not None:
+        field, there = "runtime.join", Address.parse(spec.join, source="runtime.join")
+    else:
+        if spec.discovery == "kubernetes":
+            field, parts = "kubernetes", urlsplit(KubernetesAccess.find().server)
+        else:
+            field, parts = "runtime.urls", urlsplit(spec.urls[0])
+        there = Address(host=parts.hostname or "", port=parts.port or 1)
+    try:
+        family, _, _, _, place = socket.getaddrinfo(there.host, there.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            host: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(
+            f"{field}: {there}: {error.strerror or error}; expected an address that this host reaches"
+        ) from error
+    return host
+
+
+async def _expect_resolvable(field: str, host: str) -> None:
+    """Check that a name that other hosts shall use has an address.
+
+    Raises:
+        ConfigError: it has none, as far as this host knows.
+    """
+    if not host:
+        return
+    try:
+        async with asyncio.timeout(_RESOLVE_S):
+            await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            f"{field}: {host!r} cannot be resolved here: {why or f'no answer within {_RESOLVE_S:g} s'}; expected an address,"
+            " or a host name that all hosts resolve"
+        ) from error
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False  # a host name
+
 
 Say = Callable[[str, str, str], None]
 Start = Callable[[Assignment], Awaitable[Child]]

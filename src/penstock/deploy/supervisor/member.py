@@ -23,11 +23,132 @@ from penstock.deploy.messages import (
     Report,
     RoleChanged,
 )
-from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
-from penstock.deploy.supervisor.watchdog import CLOSE_TIMEOUT, Watchdog
 from penstock.graph import Supervision
 from penstock.runtime.observations import Window
+
+
+class Backoff:
+    """Doubles the delay with each consecutive failure; `healthy_after_s` of service resets it."""
+
+    def __init__(self, settings: Supervision) -> None:
+        self._settings = settings
+        self._failures = 0
+        self.failed_starts = 0
+        """Consecutive starts that never got ready."""
+
+    def delay_s(self, served_s: float | None) -> float:
+        """Count a failure and return the seconds to wait.
+
+        Args:
+            served_s: seconds the process was ready; None if never.
+        """
+        if served_s is None:
+            self.failed_starts += 1
+        else:
+            self.failed_starts = 0
+            if served_s >= self._settings.healthy_after_s:
+                self._failures = 0
+        delay_s = self._settings.restart_delay_s * 2.0 ** min(self._failures, 30)
+        self._failures += 1
+        return min(delay_s, self._settings.restart_delay_max_s)
+
+
+CLOSE_TIMEOUT = "close_timeout"
+_TURN_S = 1.0
+_TICKS_MIN = 4  # ticks in the shortest timeout, for its precision
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Reasons to kill a process: `reason` for metrics, `why` for the log."""
+
+    reason: str
+    why: str
+
+
+class Watchdog:
+    """Watches one process. Its owner calls `tick` every `tick_s` seconds."""
+
+    def __init__(self, settings: Supervision) -> None:
+        """Start watching a process that is starting."""
+        self.tick_s = tick_s(settings)
+        """Seconds between ticks."""
+        self.verdict: Verdict | None = None
+        """Result of the last tick; None while the process may live."""
+        self._settings = settings
+        self._is_ready = False
+        self._quiet = 0  # ticks since its start, ready report or last heartbeat
+        self._still = 0  # ticks in which its engine had requests and finished no step
+        self._closing: int | None = None  # ticks since its engine began to close
+        self._beat = Beat()
+
+    def ready(self) -> None:
+        """Note that the process is ready: heartbeats are required from now on."""
+        self._is_ready = True
+        self._quiet = self._still = 0
+
+    def beat(self, beat: Beat) -> None:
+        """Note a heartbeat and the engine's progress."""
+        self._quiet = 0
+        if beat.steps != self._beat.steps or not beat.has_requests:
+            self._still = 0
+        self._beat = beat
+
+    def closing(self) -> None:
+        """Note that the engine begins to close."""
+        self._closing = 0
+
+    def tick(self) -> Verdict | None:
+        """Count a tick; returns a verdict if the process must be killed."""
+        self._quiet += 1
+        self._still += self._beat.has_requests
+        if self._closing is not None:
+            self._closing += 1
+        self.verdict = self._judge()
+        return self.verdict
+
+    def _judge(self) -> Verdict | None:
+        settings = self._settings
+        if self._closing is not None:
+            return self._judge_closing(self._closing * self.tick_s)
+        if not self._is_ready:
+            if self._quiet * self.tick_s < settings.start_timeout_s:
+                return None
+            return Verdict("start_timeout", f"not ready {settings.start_timeout_s:g} s after its start")
+        if self._quiet * self.tick_s >= settings.liveness_timeout_s:
+            return Verdict(
+                "silent",
+                f"killed after {settings.liveness_timeout_s:g} s of silence (supervision.liveness_timeout_s)",
+            )
+        if self._still * self.tick_s >= settings.step_timeout_s:
+            return Verdict(
+                "stuck",
+                f"killed as its engine had requests and finished no step for {settings.step_timeout_s:g} s"
+                " (supervision.step_timeout_s)",
+            )
+        return None
+
+    def _judge_closing(self, taken_s: float) -> Verdict | None:
+        limit_s = self._settings.close_timeout_s
+        if taken_s < limit_s:
+            return None
+        return Verdict(
+            CLOSE_TIMEOUT,
+            f"killed as its engine did not close within {limit_s:g} s (supervision.close_timeout_s)",
+        )
+
+
+def tick_s(settings: Supervision) -> float:
+    """Give the seconds between ticks, and between heartbeats."""
+    allowances = (
+        settings.start_timeout_s,
+        settings.liveness_timeout_s,
+        settings.step_timeout_s,
+        settings.close_timeout_s,
+    )
+    return min(_TURN_S, min(allowances) / _TICKS_MIN)
+
 
 _LAST_WORDS_S = (
     1.0  # a dead child's reports are already in the socket; a process it forked may hold the socket open

@@ -23,14 +23,56 @@ from penstock.core.log import get_logger
 from penstock.core.types.instances import Instance, InstanceChange
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.credentials import Credentials
-from penstock.runtime.discovery.metrics import RegistryMetrics
-from penstock.runtime.discovery.nats.leases import Leases
-from penstock.runtime.discovery.record import RecordError, Records
-from penstock.runtime.discovery.registrations import Registrations, StoredRegistration
+from penstock.runtime.discovery.registrations import (
+    RecordError,
+    Records,
+    Registrations,
+    RegistryMetrics,
+    StoredRegistration,
+)
 from penstock.runtime.discovery.view import RegistryView
 from penstock.runtime.handshake import Identity
-from penstock.runtime.nats.connection import NatsConnection, uncancelled
+from penstock.runtime.nats import NatsConnection, uncancelled
 from penstock.runtime.tls import PlaneTlsConfig
+
+
+class Leases:
+    """When each worker was last renewed, in seconds in which the registry worked. One event loop owns it."""
+
+    def __init__(self, lease_ttl_s: float, longest_beat_s: float) -> None:
+        """Know nobody.
+
+        Args:
+            lease_ttl_s: a worker not renewed for so long has lapsed.
+            longest_beat_s: what two beats far apart count at most.
+        """
+        self._lease_ttl_s = lease_ttl_s
+        self._longest_beat_s = longest_beat_s
+        self._clock_s = 0.0
+        self._beat_at_s: float | None = None
+        self._renewed_s: dict[WorkerId, float] = {}
+
+    def renew(self, worker_id: WorkerId) -> None:
+        self._renewed_s[worker_id] = self._clock_s
+
+    def forget(self, worker_id: WorkerId) -> None:
+        self._renewed_s.pop(worker_id, None)
+
+    def restart(self) -> None:
+        """Count the next beat as the first: the connection is a new one."""
+        self._beat_at_s = None
+
+    def beat(self, now_s: float) -> list[WorkerId]:
+        """Take a beat that came back; returns the workers that have lapsed, and forgets them."""
+        if self._beat_at_s is not None:
+            self._clock_s += min(now_s - self._beat_at_s, self._longest_beat_s)
+        self._beat_at_s = now_s
+        ended_s = self._clock_s - self._lease_ttl_s
+        lapsed = [worker_id for worker_id, renewed_s in self._renewed_s.items() if renewed_s < ended_s]
+        for worker_id in lapsed:
+            del self._renewed_s[worker_id]
+        return lapsed
+
 
 _WORKER, _BEAT = "worker.", "beat."
 _KEPT_LEASES = 3

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.deploy.control.deployments import find_frontend
-from penstock.deploy.control.frontend_address import FrontendAddress
-from penstock.deploy.control.hosted import Supervisor, choose, hosted
-from penstock.deploy.control.record import DeploymentRecord, Origin, keep_record
+from penstock.deploy.control.hosted import DeploymentRecord, Origin, Supervisor, choose, hosted, keep_record
+from penstock.deploy.control.local_connector import FrontendAddress, find_frontend
 from penstock.deploy.group_file import keep_groups, living_groups, start_of
 from penstock.deploy.state import RuntimeDirectory
 

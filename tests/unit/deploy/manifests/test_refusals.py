@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from penstock import cli
+from penstock.cli.render import manifest
 from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.options import RenderOptions
-from penstock.deploy.manifests.targets import manifest
 from penstock.graph import build
 
 VLLM = {"engine": "vllm", "hardware": "h100", "tensor_parallel": 4, "replicas": 2}

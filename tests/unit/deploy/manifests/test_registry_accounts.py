@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy.manifests.options import RenderOptions
+from penstock.deploy.manifests.pod_graph import dump_all
 from penstock.deploy.manifests.slurm import slurm_script
-from penstock.deploy.manifests.yaml_text import dump_all
 from penstock.graph import build
 from tests.support.rendered import objects_of, pods
 

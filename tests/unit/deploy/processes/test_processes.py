@@ -11,11 +11,9 @@ import pytest
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.load import WorkerLoad
-from penstock.deploy.causes import cause_of
-from penstock.deploy.messages import Beat, Drain, Failed, Phase, Report
+from penstock.deploy.messages import Beat, Drain, Failed, Phase, Report, cause_of, report_of
 from penstock.deploy.processes.control import Control
-from penstock.deploy.processes.report import report_of
-from penstock.deploy.processes.tracing import tracing
+from penstock.deploy.processes.frontend_process import tracing
 from penstock.deploy.processes.worker_process import pulse
 from penstock.runtime import spans
 from penstock.runtime.config import TracingConfig
@@ -91,7 +89,7 @@ def test_without_the_setting_no_module_of_opentelemetry_is_imported():
     script = (
         "import asyncio, sys\n"
         "from penstock.deploy.processes import frontend_process, worker_process\n"
-        "from penstock.deploy.processes.tracing import tracing\n"
+        "from penstock.deploy.processes.frontend_process import tracing\n"
         "async def main():\n"
         "    async with tracing(None, 's', 'p'): pass\n"
         "asyncio.run(main())\n"

@@ -11,7 +11,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.control.messages import Deployment
 from penstock.deploy.control.server import ControlServer
 from penstock.deploy.processes.supervisor_client import SupervisorClient
-from penstock.graph.slo import Slo
+from penstock.graph.graph import Slo
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.explain.entries import Round, Run
 from penstock.planner.explain.record import DecisionRecord, Seen

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
-from penstock.deploy.supervisor.common import start_hub, worker_address
+from penstock.deploy.supervisor.local import start_hub, worker_address
 from penstock.deploy.supervisor.local_part import LocalPart, roles_here, runnable_roles
 from penstock.graph import Graph, RoleSpec, build
 from penstock.graph.runtime import RuntimeSpec

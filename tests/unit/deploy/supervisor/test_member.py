@@ -17,9 +17,8 @@ from penstock.deploy.messages import (
     Report,
     WorkerJob,
 )
-from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
-from penstock.deploy.supervisor.member import Member
+from penstock.deploy.supervisor.member import Backoff, Member
 from penstock.graph import Supervision
 from tests.support.scripted_pool import CARD, COMMON, ScriptedProcess
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.deploy.messages import Beat
-from penstock.deploy.supervisor.watchdog import Watchdog
+from penstock.deploy.supervisor.member import Watchdog
 from penstock.graph import Supervision
 
 SETTINGS = Supervision(start_timeout_s=30, liveness_timeout_s=4, step_timeout_s=10, close_timeout_s=6)

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.deploy.supervisor.frontends.port import Port, say_open
+from penstock.deploy.supervisor.frontends import Port, say_open
 
 
 def test_a_port_of_zero_becomes_a_free_one_that_frontends_can_share() -> None:

@@ -5,8 +5,7 @@ import os
 import threading
 import time
 
-from penstock.deploy.supervisor.output.log_file import LogFile, before
-from penstock.deploy.supervisor.output.process_output import STDERR, STDOUT, ProcessOutput
+from penstock.deploy.supervisor.output import STDERR, STDOUT, LogFile, ProcessOutput, before
 
 
 def kept(path):

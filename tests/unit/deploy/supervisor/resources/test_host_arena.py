@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
-from penstock.deploy.supervisor.resources.host_arena import HostArena
+from penstock.deploy.supervisor.resources import HostArena
 from penstock.graph import RoleSpec
 from penstock.kv.namespace import Namespace
 from tests.support.shared_host import HostWorker

@@ -4,9 +4,15 @@ import pytest
 
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.instances import Role
-from penstock.deploy.supervisor.resources.devices import Devices, count_devices, devices_of
-from penstock.deploy.supervisor.resources.ports import PortRange, Ports
-from penstock.deploy.supervisor.resources.process_cores import ProcessCores, expect_cores
+from penstock.deploy.supervisor.resources import (
+    Devices,
+    PortRange,
+    Ports,
+    ProcessCores,
+    count_devices,
+    devices_of,
+    expect_cores,
+)
 from penstock.graph import Graph, RoleSpec
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.deploy.supervisor.rollout.applier import Applier
+from penstock.deploy.supervisor.applier import Applier
 from penstock.graph import Graph
 from penstock.testing.loop import run_async
 

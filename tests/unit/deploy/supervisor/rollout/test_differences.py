@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.cli.apply import table
-from penstock.deploy.supervisor.rollout.differences import differences
+from penstock.deploy.supervisor.applier import differences
 from penstock.graph import Graph
 
 MOCK = {"engine": "mock"}

@@ -9,7 +9,7 @@ import pytest
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.deploy.messages import Drain, Failed
-from penstock.deploy.supervisor.rollout.rollout import Aim, Rollout
+from penstock.deploy.supervisor.rollout import Aim, Rollout
 from penstock.graph import Graph
 from tests.support.scripted_pool import PoolScene, ScriptedProcess
 

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.core.types.instances import Role
-from penstock.deploy.control.record import Origin, unnamed_file
-from penstock.deploy.supervisor.scaling.scale_file import KeptWorker, ScaleFile
+from penstock.deploy.control.hosted import Origin, unnamed_file
+from penstock.deploy.supervisor.scale_file import KeptWorker, ScaleFile
 from penstock.graph import Graph
 
 DECLARED = {Role.AGGREGATED: 1}

@@ -8,7 +8,7 @@ import pytest
 from penstock.core.errors import ConfigError, RequestError, Unavailable
 from penstock.core.types.instances import ReplicaState, Role
 from penstock.deploy.messages import Failed, Phase, Ready, RoleChanged
-from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
+from penstock.deploy.supervisor.scale_file import ScaleFile
 from tests.support.scripted_pool import PoolScene, ScriptedProcess
 
 AGGREGATED = {"aggregated": {"engine": "mock"}}
