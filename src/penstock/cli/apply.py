@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.parser import Parser, add_deployment, add_set
+from penstock.cli.text import columns
 from penstock.core.errors import ConfigError, Unavailable, from_info
 from penstock.deploy.control.hosted import Hosted, choose, hosted
 from penstock.deploy.control.local_connector import LocalConnector
@@ -152,9 +153,7 @@ def table(differences: Sequence[Difference]) -> Iterable[str]:
             for each in differences
         ),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    for row in rows:
-        yield "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+    yield from columns(rows)
 
 
 def _place(each: Difference) -> str:

@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.cli.admin import ask, ask_stream
 from penstock.cli.parser import Parser, add_frontend, frontend_of
-from penstock.cli.top_tables import printable, seconds
+from penstock.cli.text import printable, seconds
 from penstock.core.errors import ConfigError, PenstockError, RequestError, Unavailable
 from penstock.deploy.control.local_connector import FrontendAddress
 from penstock.deploy.state import state_dir
@@ -66,7 +66,7 @@ class _Told(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatConversation:
     """What was said, and whom it is said to."""
 
     server: FrontendAddress
@@ -159,7 +159,7 @@ def run_chat(
         RequestError: nobody serves the model, or the server refuses the only question.
         Unavailable: no server answers, or no worker there serves a model.
     """
-    chat = Conversation(server, _chosen(server, model), system, max_tokens)
+    chat = ChatConversation(server, _chosen(server, model), system, max_tokens)
     if question is None and not sys.stdin.isatty():
         question = sys.stdin.read()
     if question is not None:
@@ -178,7 +178,7 @@ def run_chat(
                 _write(f"{error.message}\n")
 
 
-def _say(chat: Conversation, question: str) -> None:
+def _say(chat: ChatConversation, question: str) -> None:
     is_terminal = sys.stdout.isatty()
 
     def show(text: str) -> None:
@@ -188,7 +188,7 @@ def _say(chat: Conversation, question: str) -> None:
     _write(f"\n\x1b[2m{about}\x1b[0m\n" if is_terminal else "\n")
 
 
-def _obey(chat: Conversation, line: str) -> bool:
+def _obey(chat: ChatConversation, line: str) -> bool:
     """Run a slash command; False for the one that ends. Raises RequestError for what is no command."""
     command, _, value = line.partition(" ")
     value = value.strip()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.cli.parser import Parser, add_deployment
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.deploy.control.hosted import Hosted, Supervisor, choose, hosted
+from penstock.deploy.control.hosted import Hosted, SupervisorProcess, choose, hosted
 
 
 def add_down(parser: Parser) -> None:
@@ -90,7 +90,7 @@ def _is_meant(each: Hosted, file: Path | None, name: str | None, part: str | Non
 
 
 async def _end(each: Hosted, *, now: bool, timeout_s: float | None) -> None:
-    with Supervisor.of(each) as supervisor:
+    with SupervisorProcess.of(each) as supervisor:
         record = each.record
         assert record is not None, "it was opened by it"
         if timeout_s is None:
@@ -120,7 +120,7 @@ def _is_part(each: Hosted) -> bool:
     return origin is not None and (origin.part is not None or "runtime.join" in origin.overrides)
 
 
-async def _wait(each: Hosted, timeout_s: float, *, again: Supervisor | None = None) -> bool:
+async def _wait(each: Hosted, timeout_s: float, *, again: SupervisorProcess | None = None) -> bool:
     """Wait until its lock is released; with `again` the signal is repeated, as one that comes before the last was handled is lost."""
     loop = asyncio.get_running_loop()
     give_up_s, repeat_s = loop.time() + timeout_s, loop.time() + _REPEAT_S

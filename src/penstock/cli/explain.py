@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.cli.admin import ask as ask_server
 from penstock.cli.parser import Parser, add_frontend, frontend_of
+from penstock.cli.text import columns
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.events import Tier
 from penstock.deploy.control.local_connector import FrontendAddress
@@ -213,13 +214,7 @@ def _table(candidates: Sequence[Candidate], total: int, unit: str, *, moves: boo
     names = ["to move" if moves and tier is Tier.OBJECT else str(tier) for tier in tiers]
     head = ["worker", "cost" if unit == "none" else f"cost {unit}", *first.terms, "cached", *names]
     rows = [head, *(_row(candidate, tiers) for candidate in candidates)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    for row in rows:
-        cells = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
-        ]
-        yield "  " + "  ".join(cells)
+    yield from (f"  {text}" for text in columns(rows, range(1, len(head))))
     if more := total - len(candidates):
         yield f"  and {more} more"
 

@@ -27,7 +27,7 @@ from penstock.deploy.supervisor.resources import (
     expect_one_machine,
 )
 from penstock.deploy.supervisor.scale_file import declared_workers
-from penstock.deploy.supervisor.worker_pool import PoolWorker, Room
+from penstock.deploy.supervisor.worker_pool import PoolWorker, WorkerCapacity
 from penstock.engine.launch_host import SymbolicHost
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch
@@ -234,7 +234,7 @@ def render_workers(graph: Graph, checkpoint: Checkpoint | None) -> list[Rendered
     roles = graph.roles.present()
     if sum(role.replicas for role in roles.values()) > graph.router.workers_max:
         check_counts(graph.roles, graph.router.workers_max)
-    room = Room(Devices(None), ProcessCores(None), graph.router.workers_max)
+    room = WorkerCapacity(Devices(None), ProcessCores(None), graph.router.workers_max)
     extents = HostExtents(roles)
     rendered = []
     for place in declared_workers(roles):

@@ -64,7 +64,7 @@ def show_logs(process: str | None, *, name: str | None, part: str | None, last: 
         ConfigError: several fit, or the process has printed nothing.
     """
     path, found = find_output(name, part)
-    with closing(Follower(path)) as follower:
+    with closing(LogFollower(path)) as follower:
         lines = deque(_of(process, follower.lines()), maxlen=last)
         if process is not None and not lines and last:
             known = sorted({process_of(line) for line in _whole(path)} - {""})
@@ -98,42 +98,60 @@ def find_output(name: str | None, part: str | None) -> tuple[Path, Hosted | None
     return Path(found.record.log), found
 
 
-class Follower:
-    """Reads whole lines of a log from its beginning on, and goes on in the next file when the log is renamed."""
+class LogFollower:
+    """Reads whole lines of a log, and goes on in the next file when another file has taken the log's place."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, at_end: bool = False) -> None:
+        """Open the log.
+
+        Args:
+            path: the log.
+            at_end: begin behind the lines that are there; else with those of the file before, if it was kept.
+
+        Raises:
+            ConfigError: the log cannot be read.
+        """
         self._path = path
         self._rest = b""
         older = before(path)
-        self._file = FileIO(older if older.exists() else path)
+        try:
+            self._file = FileIO(older if not at_end and older.exists() else path)
+        except OSError as error:
+            raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+        if at_end:
+            self._file.seek(0, os.SEEK_END)
 
     def lines(self) -> Iterator[str]:
         """Yield what came since the last time."""
-        while True:
-            while data := self._file.read(_READ_BYTES):
-                *lines, self._rest = (self._rest + data).split(b"\n")
-                yield from (line.decode(errors="replace") for line in lines)
-            if not self._step():
-                return
+        yield from self._read()
+        while (after := self._next()) is not None:
+            yield from self._read()  # written before the file was renamed
+            self._file.close()
+            self._file, self._rest = after, b""
+            yield from self._read()
 
     def close(self) -> None:
         self._file.close()
 
-    def _step(self) -> bool:
-        """Open the log anew where it is another file now; False where it is not."""
+    def _read(self) -> Iterator[str]:
+        while data := self._file.read(_READ_BYTES):
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+
+    def _next(self) -> FileIO | None:
+        """Open the file that has taken the log's place; None where none has."""
         try:
-            if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
-                return False
             after = FileIO(self._path)
         except OSError:
-            return False  # between two files
-        self._file.close()
-        self._file = after
-        return True
+            return None  # between two files, or the deployment has ended and removed its directory
+        if os.path.sameopenfile(after.fileno(), self._file.fileno()):
+            after.close()
+            return None
+        return after
 
 
 def _whole(path: Path) -> Iterator[str]:
-    with closing(Follower(path)) as follower:
+    with closing(LogFollower(path)) as follower:
         yield from follower.lines()
 
 

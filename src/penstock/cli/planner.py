@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import re
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import __version__
+from penstock.cli.logs import LogFollower
 from penstock.cli.parser import Parser, add_deployment, add_set
 from penstock.core.clock import wall_time_s
 from penstock.core.config import nearest
@@ -299,7 +299,7 @@ def show_log(path: Path, *, last: int, follow: bool, as_json: bool) -> None:
         ConfigError: the file cannot be read, or is no log.
     """
     with ExitStack() as stack:
-        follower = stack.enter_context(closing(_Follower(path))) if follow else None
+        follower = stack.enter_context(closing(LogFollower(path, at_end=True))) if follow else None
         found = deque(_rounds(read_entries(path)), maxlen=min(max(last, _RACING), sys.maxsize))
         entries = list(found)[-last:]
         _print(_lines(entries, as_json=as_json))
@@ -309,9 +309,10 @@ def show_log(path: Path, *, last: int, follow: bool, as_json: bool) -> None:
             return
         seen = {(entry.time_s, entry.record.number) for entry in found}  # no order: a clock may be set back
         while True:
-            new = [
-                entry for entry in _rounds(follower.new()) if (entry.time_s, entry.record.number) not in seen
-            ]
+            came = (
+                entry for text in follower.lines() if (entry := decode(text.encode() + b"\n")) is not None
+            )
+            new = [entry for entry in _rounds(came) if (entry.time_s, entry.record.number) not in seen]
             _print(_lines(new, as_json=as_json))
             time.sleep(_POLL_S)
 
@@ -423,49 +424,6 @@ def _lines(entries: Iterable[Round], *, as_json: bool) -> Iterator[str]:
 def _print(lines: Iterable[str]) -> None:
     sys.stdout.write("".join(f"{text}\n" for text in lines))
     sys.stdout.flush()
-
-
-class _Follower:
-    """Reads what is appended to a log from now on, also once another file has taken its place."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._file = path.open("rb")
-        except OSError as error:
-            raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-        self._file.seek(0, 2)
-        self._begun = b""
-
-    def new(self) -> Iterator[Run | Round]:
-        """Yield the lines since the last call."""
-        yield from self._rest()
-        try:
-            other = self._path.open("rb")
-        except OSError:
-            return  # between two files, or the deployment has ended and removed its directory
-        with other:
-            is_same = _identity(other.fileno()) == _identity(self._file.fileno())
-        if not is_same:
-            yield from self._rest()
-            self._file.close()
-            self._file, self._begun = self._path.open("rb"), b""
-            yield from self._rest()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _rest(self) -> Iterator[Run | Round]:
-        *lines, self._begun = (self._begun + self._file.read()).split(b"\n")
-        for text in lines:
-            if (entry := decode(text + b"\n")) is not None:
-                yield entry
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
 
 
 EXIT_DIFFERS = 1

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.cli.admin import ask
 from penstock.cli.parser import Parser
+from penstock.cli.text import age
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import PenstockError, Unavailable
 from penstock.deploy.control.hosted import Hosted, hosted
@@ -39,10 +40,9 @@ _ENTRY_S = 1.0
 _KEY_SHOWN = 6
 _NAME_WIDTH = 12
 """Characters of a name's column, unless a name is longer."""
-_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 
 
-class Remote(msgspec.Struct, frozen=True):
+class RemoteWorkerView(msgspec.Struct, frozen=True):
     """A worker of another host, as a frontend of this host sees it."""
 
     name: str
@@ -52,7 +52,7 @@ class Remote(msgspec.Struct, frozen=True):
     address: str
 
 
-class Link(msgspec.Struct, frozen=True):
+class LinkView(msgspec.Struct, frozen=True):
     """A link to another region, as a frontend of this host sees it; `round_trip_s` is measured, 0 before the first answer."""
 
     region: str
@@ -62,7 +62,7 @@ class Link(msgspec.Struct, frozen=True):
     healthy: int
 
 
-class Listed(msgspec.Struct, frozen=True):
+class DeploymentView(msgspec.Struct, frozen=True):
     """What is known of one deployment.
 
     Attributes:
@@ -80,8 +80,8 @@ class Listed(msgspec.Struct, frozen=True):
     url: str = ""
     graph: str = ""
     processes: tuple[ProcessView, ...] = ()
-    remote: tuple[Remote, ...] = ()
-    links: tuple[Link, ...] = ()
+    remote: tuple[RemoteWorkerView, ...] = ()
+    links: tuple[LinkView, ...] = ()
     left: int = 0
     problem: str = ""
     follows: str = ""
@@ -105,10 +105,10 @@ def show_processes(*, name: str | None, as_json: bool) -> None:
         sys.stderr.write("penstock: no deployment of this user runs on this host\n")
 
 
-def _look(each: Hosted) -> Listed:
+def _look(each: Hosted) -> DeploymentView:
     record = each.record
     follows = "" if record is None else record.follows
-    listed = Listed(
+    listed = DeploymentView(
         name=each.name,
         state="killed" if not each.is_live else "running" if follows else "starting",
         directory=str(each.directory),
@@ -150,11 +150,13 @@ def _look(each: Hosted) -> Listed:
     return msgspec.structs.replace(listed, remote=remote, links=_links(workers))
 
 
-def _elsewhere(workers: Sequence[dict[str, Any]], processes: Sequence[ProcessView]) -> tuple[Remote, ...]:
+def _elsewhere(
+    workers: Sequence[dict[str, Any]], processes: Sequence[ProcessView]
+) -> tuple[RemoteWorkerView, ...]:
     """Give the workers of other hosts."""
     here = {(process.name, process.pid) for process in processes}
     return tuple(
-        Remote(
+        RemoteWorkerView(
             name=worker["name"],
             role=worker["role"],
             condition=worker["condition"],
@@ -166,11 +168,11 @@ def _elsewhere(workers: Sequence[dict[str, Any]], processes: Sequence[ProcessVie
     )
 
 
-def _links(workers: Sequence[dict[str, Any]]) -> tuple[Link, ...]:
+def _links(workers: Sequence[dict[str, Any]]) -> tuple[LinkView, ...]:
     """Give the links with their last reports."""
     found = ((worker, (worker.get("load") or {}).get("link")) for worker in workers)
     return tuple(
-        Link(
+        LinkView(
             region=link["region"],
             condition=worker["condition"],
             round_trip_s=link["round_trip_s"],
@@ -182,7 +184,7 @@ def _links(workers: Sequence[dict[str, Any]]) -> tuple[Link, ...]:
     )
 
 
-def table(listed: Sequence[Listed]) -> Iterator[str]:
+def table(listed: Sequence[DeploymentView]) -> Iterator[str]:
     """Format a line for each deployment, and below it one for each of its processes."""
     for each in listed:
         parts = [
@@ -215,11 +217,11 @@ def table(listed: Sequence[Listed]) -> Iterator[str]:
             yield f"  ({each.problem})"
 
 
-def _roles(each: Listed) -> set[str]:
+def _roles(each: DeploymentView) -> set[str]:
     return {process.role for process in each.processes if process.role is not None}
 
 
-def _process(process: ProcessView, link: Link | None, *, shows_template: bool, width: int) -> str:
+def _process(process: ProcessView, link: LinkView | None, *, shows_template: bool, width: int) -> str:
     """Format a process: a link with its report, a worker with its template where its role has several, as during `penstock apply`."""
     details = [f"GPU {device}" for device in process.devices]
     if shows_template and process.template:
@@ -241,14 +243,6 @@ def _process(process: ProcessView, link: Link | None, *, shows_template: bool, w
 
 def _row(name: str, state: str, third: str, parts: Sequence[str], *, width: int = _NAME_WIDTH) -> str:
     return f"{name:<{width}} {state:<9} {third:<10}  {'  '.join(filter(None, parts))}".rstrip()
-
-
-def age(seconds: float) -> str:
-    """Format an age: 12 s, 3 min, 5 h, 2 d."""
-    for unit, unit_s in (("d", _DAY_S), ("h", _HOUR_S), ("min", _MINUTE_S)):
-        if seconds >= unit_s:
-            return f"{seconds / unit_s:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _write(lines: Sequence[str] | Iterator[str]) -> None:

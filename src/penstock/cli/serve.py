@@ -21,7 +21,7 @@ from penstock.core.document import parse_yaml
 from penstock.core.errors import ConfigError
 from penstock.core.native import warn_if_disabled
 from penstock.deploy.card import served_name
-from penstock.deploy.control.hosted import Origin
+from penstock.deploy.control.hosted import DeploymentOrigin
 from penstock.deploy.control.local_connector import DEFAULT_URL
 from penstock.deploy.state import admin_token_path
 from penstock.deploy.supervisor.local import LocalDeployment
@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace) -> int:
     log.configure(options.log_level, process="supervisor")
     warn_if_disabled()
     file = str(Path(options.graph).resolve()) if options.graph else ""
-    origin = Origin(file=file, directory=str(Path.cwd()))
+    origin = DeploymentOrigin(file=file, directory=str(Path.cwd()))
     serve(graph, origin=origin, log_level=options.log_level, first_chat=options.first_chat)
     return 0
 
@@ -296,7 +296,7 @@ _QUESTION = "What does the router do?"
 
 
 @dataclass(frozen=True, slots=True)
-class ToTry:
+class TryCommands:
     """How a client of this machine reaches a deployment.
 
     Attributes:
@@ -365,7 +365,7 @@ _SUPERVISOR = "supervisor"
 
 
 def serve(
-    graph: Graph, *, log_level: str, first_chat: bool, origin: Origin, part: LocalPart | None = None
+    graph: Graph, *, log_level: str, first_chat: bool, origin: DeploymentOrigin, part: LocalPart | None = None
 ) -> None:
     """Run a deployment, or this host's part of it, until a signal; a second signal cancels requests in flight.
 
@@ -378,7 +378,7 @@ def serve(
 
 
 async def _serve(
-    graph: Graph, *, log_level: str, first_chat: bool, origin: Origin, part: LocalPart | None
+    graph: Graph, *, log_level: str, first_chat: bool, origin: DeploymentOrigin, part: LocalPart | None
 ) -> None:
     deployment = LocalDeployment(graph, log_level=log_level, say=say, part=part, origin=origin)
     log.configure(log_level, process=_SUPERVISOR, stream=deployment.output.tee(_SUPERVISOR, sys.stderr))
@@ -408,9 +408,9 @@ async def _serve(
     say("penstock", "stopped")
 
 
-def _to_try(deployment: LocalDeployment) -> ToTry:
+def _to_try(deployment: LocalDeployment) -> TryCommands:
     frontend = deployment.graph.frontend
-    return ToTry(
+    return TryCommands(
         url=deployment.url,
         model=served_name(deployment.graph),
         asks_key=deployment.asks_for_keys,
@@ -420,7 +420,7 @@ def _to_try(deployment: LocalDeployment) -> ToTry:
     )
 
 
-async def _chat_until(requested: asyncio.Event, deployment: LocalDeployment, to_try: ToTry) -> None:
+async def _chat_until(requested: asyncio.Event, deployment: LocalDeployment, to_try: TryCommands) -> None:
     """Send the first chat, where a key and trust in the certificate are not asked for; a signal cancels it."""
     has_no_key = to_try.asks_key and not to_try.has_key  # the file has hashes only
     if not has_no_key and to_try.certificate is None:

@@ -5,7 +5,7 @@ import sys
 
 from penstock.cli.admin import ask, ask_stream
 from penstock.cli.parser import Parser, add_frontend, frontend_of
-from penstock.cli.top_tables import Seen, plain
+from penstock.cli.top_tables import TopSnapshot, plain
 from penstock.deploy.control.local_connector import FrontendAddress
 
 
@@ -43,7 +43,7 @@ def show_top(server: FrontendAddress, *, once: bool, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(body.decode() + "\n")
         return
-    first = Seen.read(body)
+    first = TopSnapshot.read(body)
     if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         sys.stdout.writelines(f"{text}\n" for text in plain(first))
         return

@@ -17,17 +17,16 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Log, Static, TabbedContent, TabPane
 
-from penstock.cli.logs import Follower, process_of
+from penstock.cli.logs import LogFollower, process_of
+from penstock.cli.text import line, printable
 from penstock.cli.top_tables import (
-    Row,
-    Seen,
-    Table,
+    TopRow,
+    TopSnapshot,
+    TopTable,
     alerts,
     details,
     figures,
     head,
-    line,
-    printable,
     sorted_rows,
     tables,
 )
@@ -41,18 +40,18 @@ _BAD = "red"
 
 
 class Grid(DataTable[Text]):
-    """Shows one `Table`. One task owns it."""
+    """Shows one `TopTable`. One task owns it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Details")]
 
     def __init__(self, name: str) -> None:
         super().__init__(cursor_type="row", id=f"{name}-rows")
         self._labels: list[str] = []
-        self._rows: list[Row] = []
+        self._rows: list[TopRow] = []
         self.sort_column: int | None = None
         self.is_descending = False
 
-    def display_table(self, table: Table, wanted: str) -> int:
+    def display_table(self, table: TopTable, wanted: str) -> int:
         """Show the rows that contain `wanted`; give their number."""
         rows = [row for row in table.rows if row.has(wanted)]
         rows = sorted_rows(rows, self.sort_column, descending=self.is_descending)
@@ -86,7 +85,7 @@ class Grid(DataTable[Text]):
         mark = "" if index != self.sort_column else " ▼" if self.is_descending else " ▲"
         return name.removeprefix("#") + mark
 
-    def _rebuild(self, labels: list[str], rows: list[Row], is_number: list[bool]) -> None:
+    def _rebuild(self, labels: list[str], rows: list[TopRow], is_number: list[bool]) -> None:
         chosen = (
             self._rows[self.cursor_row].key if self._rows and self.is_valid_row_index(self.cursor_row) else ""
         )
@@ -100,7 +99,7 @@ class Grid(DataTable[Text]):
         self.move_cursor(row=at, scroll=False)
         self.scroll_to(x=scrolled.x, y=scrolled.y, animate=False)
 
-    def _update(self, rows: list[Row], is_number: list[bool]) -> None:
+    def _update(self, rows: list[TopRow], is_number: list[bool]) -> None:
         for index, (before, row) in enumerate(zip(self._rows, rows, strict=True)):
             if row == before:
                 continue
@@ -108,7 +107,7 @@ class Grid(DataTable[Text]):
                 self.update_cell_at(Coordinate(index, column), cell, update_width=True)
 
 
-def _cells(row: Row, is_number: list[bool]) -> list[Text]:
+def _cells(row: TopRow, is_number: list[bool]) -> list[Text]:
     return [
         _drawn(cell.text, right=right, is_bad=row.is_bad)
         for cell, right in zip(row.cells, is_number, strict=True)
@@ -137,7 +136,7 @@ class WorkerLog:
             Unavailable: no deployment of this user on this host has it, or it has printed nothing yet.
         """
         self._process = name.partition("@")[0]
-        self._follower = Follower(_log_of(self._process, pid))
+        self._follower = LogFollower(_log_of(self._process, pid))
 
     def lines(self) -> list[str]:
         """Give what came since the last time: at first the last 200 lines."""
@@ -187,7 +186,7 @@ class RowScreen(Screen[None]):
     Log { height: 1fr; border-top: solid $primary; }
     """
 
-    def __init__(self, table: Table, key: str, seen: Seen) -> None:
+    def __init__(self, table: TopTable, key: str, seen: TopSnapshot) -> None:
         super().__init__()
         self._table, self._key, self._first = table, key, seen
         self._text = Static(markup=False)
@@ -211,7 +210,7 @@ class RowScreen(Screen[None]):
     def on_unmount(self) -> None:
         self._is_closed.set()
 
-    def display_row(self, table: Table, seen: Seen) -> None:
+    def display_row(self, table: TopTable, seen: TopSnapshot) -> None:
         """Show the row of a snapshot; keep the last state if the row is gone."""
         if table.name == self._table.name and (lines := details(seen, table, self._key)):
             self._text.update("\n".join(lines))
@@ -240,7 +239,7 @@ _EVERYWHERE = frozenset({"quit", "theme", "pause", "pop_screen"})
 class SnapshotReceived(Message):
     """A new snapshot."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: TopSnapshot) -> None:
         super().__init__()
         self.seen = seen
 
@@ -284,7 +283,7 @@ class TopApp(App[None]):
     #filter { display: none; height: 3; }
     """
 
-    def __init__(self, first: Seen, bodies: Callable[[], Iterator[bytes]]) -> None:
+    def __init__(self, first: TopSnapshot, bodies: Callable[[], Iterator[bytes]]) -> None:
         super().__init__()
         self._seen, self._bodies = first, bodies
         self._tables = {table.name: table for table in tables(first)}
@@ -386,7 +385,7 @@ class TopApp(App[None]):
         self.theme = "textual-light" if self.current_theme.dark else "textual-dark"
 
     @property
-    def _table(self) -> Table:
+    def _table(self) -> TopTable:
         return self._tables[self._tabs.active or next(iter(self._tables))]
 
     @property
@@ -420,7 +419,7 @@ class TopApp(App[None]):
             problem = "the server has ended the stream"
             try:
                 for body in self._bodies():
-                    self._post(SnapshotReceived(Seen.read(body)))
+                    self._post(SnapshotReceived(TopSnapshot.read(body)))
                     wait_s = 1.0
                     if self._is_over.is_set():
                         return

@@ -8,6 +8,7 @@ from statistics import median
 
 import msgspec
 
+from penstock.cli.text import columns, line, seconds
 from penstock.core.errors import ConfigError
 from penstock.frontend.tenants.usage import TenantUse
 from penstock.frontend.watch.overview import Percentiles
@@ -16,36 +17,9 @@ from penstock.router.dispatch.journeys import Journey, Part
 from penstock.router.explain.explanation import Candidate, Explanation
 from penstock.router.workers.member import Condition
 
-_KILO, _TENTH, _MINUTES_S = 1000, 0.0995, 120.0
-
-
-def seconds(value: float | None) -> str:
-    """Format a duration: 3.4 ms, 52 ms, 1.20 s."""
-    if value is None:
-        return "-"
-    if value < _TENTH / 10:
-        return f"{value * _KILO:.1f} ms"
-    if value < 1:
-        return f"{value * _KILO:.0f} ms"
-    return f"{value:.2f} s" if value < _MINUTES_S else f"{value / 60:.0f} min"
-
-
-def printable(text: str) -> str:
-    """Replace control characters, such as escape sequences in a name; line breaks and tabs stay."""
-    if text.isprintable():
-        return text
-    return "".join(
-        each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text
-    )
-
-
-def line(text: str) -> str:
-    """Make one line without control characters."""
-    return " ".join(printable(text).split())
-
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TopSnapshot:
     """A snapshot with the latest requests, and the latest decisions oldest first."""
 
     snapshot: Snapshot
@@ -53,7 +27,7 @@ class Seen:
     decisions: list[Explanation]
 
     @classmethod
-    def read(cls, body: bytes) -> "Seen":
+    def read(cls, body: bytes) -> "TopSnapshot":
         """Decode a snapshot; raises ConfigError for another body."""
         try:
             snapshot = msgspec.json.decode(body, type=Snapshot)
@@ -112,7 +86,7 @@ _PLANNER = ("time", "round", "outcome", "what and why", "shortfall")
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TopCell:
     """The text of a cell, and the value by which it is sorted, None last."""
 
     text: str
@@ -120,11 +94,11 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TopRow:
     """A line; `key` stays the same from one snapshot to the next."""
 
     key: str
-    cells: tuple[Cell, ...]
+    cells: tuple[TopCell, ...]
     is_bad: bool = False
 
     def has(self, text: str) -> bool:
@@ -133,52 +107,52 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TopTable:
     """A named table; `#` before a column's name aligns its numbers at the right. `empty` says why there are no rows."""
 
     name: str
     columns: tuple[str, ...]
-    rows: list[Row]
+    rows: list[TopRow]
     empty: str
 
 
-def sorted_rows(rows: Iterable[Row], column: int | None, *, descending: bool) -> list[Row]:
+def sorted_rows(rows: Iterable[TopRow], column: int | None, *, descending: bool) -> list[TopRow]:
     """Sort by a column; None keeps the order. Cells without a value come last in both orders."""
     if column is None:
         return list(rows)
-    known: list[Row] = []
-    unknown: list[Row] = []
+    known: list[TopRow] = []
+    unknown: list[TopRow] = []
     for row in rows:
         (unknown if row.cells[column].value is None else known).append(row)
     is_text = any(isinstance(row.cells[column].value, str) for row in known)
-    key: Callable[[Row], float | str] = lambda row: (  # noqa: E731 - values of a column are of one kind
+    key: Callable[[TopRow], float | str] = lambda row: (  # noqa: E731 - values of a column are of one kind
         str(row.cells[column].value).casefold() if is_text else float(row.cells[column].value or 0)
     )
     return sorted(known, key=key, reverse=descending) + unknown
 
 
-def tables(seen: Seen) -> list[Table]:
+def tables(seen: TopSnapshot) -> list[TopTable]:
     """Make all tables of a snapshot."""
     return [
-        Table("workers", _WORKERS, [_worker(each) for each in seen.snapshot.workers], "no worker yet"),
-        Table("models", _MODELS, [_model(name, seen) for name in _names(seen)], "no model yet"),
-        Table(
+        TopTable("workers", _WORKERS, [_worker(each) for each in seen.snapshot.workers], "no worker yet"),
+        TopTable("models", _MODELS, [_model(name, seen) for name in _names(seen)], "no model yet"),
+        TopTable(
             "tenants",
             _TENANTS,
             [_tenant(each) for each in seen.snapshot.tenants],
             "no tenants: no API keys are set",
         ),
-        Table("requests", _REQUESTS, [_request(each) for each in seen.requests], "no request yet"),
-        Table(
+        TopTable("requests", _REQUESTS, [_request(each) for each in seen.requests], "no request yet"),
+        TopTable(
             "decisions", _DECISIONS, [_decision(each) for each in reversed(seen.decisions)], "no request yet"
         ),
-        Table("planner", _PLANNER, _rounds(seen), _no_rounds(seen)),
+        TopTable("planner", _PLANNER, _rounds(seen), _no_rounds(seen)),
     ]
 
 
-def _worker(worker: WorkerRow) -> Row:
+def _worker(worker: WorkerRow) -> TopRow:
     speed = worker.speed
-    return Row(
+    return TopRow(
         worker.name,
         (
             _text(worker.name),
@@ -196,12 +170,12 @@ def _worker(worker: WorkerRow) -> Row:
     )
 
 
-def _kv(worker: WorkerRow) -> Cell:
+def _kv(worker: WorkerRow) -> TopCell:
     """Show the tiers; for a link, its region."""
     if worker.region is not None:
-        return Cell(far(worker.region), None)
+        return TopCell(far(worker.region), None)
     drawn = "  ".join(bar(tier) for tier in worker.tiers)
-    return Cell(drawn, worker.tiers[0].cached_blocks if worker.tiers else None)
+    return TopCell(drawn, worker.tiers[0].cached_blocks if worker.tiers else None)
 
 
 def far(region: RegionRow) -> str:
@@ -220,11 +194,11 @@ def bar(tier: TierRow) -> str:
     return f"{tier.tier} {drawn} {cached / total:.0%}" + (" off" if tier.is_off else "")
 
 
-def _names(seen: Seen) -> list[str]:
+def _names(seen: TopSnapshot) -> list[str]:
     return sorted({*seen.snapshot.models, *(worker.model for worker in seen.snapshot.workers)})
 
 
-def _model(name: str, seen: Seen) -> Row:
+def _model(name: str, seen: TopSnapshot) -> TopRow:
     """Sum up a model's workers; an adapter is served by those of its model, and has only its requests."""
     workers = [each for each in seen.snapshot.workers if each.model == name]
     speeds = [each.speed for each in workers if each.speed is not None]
@@ -233,7 +207,7 @@ def _model(name: str, seen: Seen) -> Row:
     first = [wait for each in seen.requests if each.model == name and (wait := ttft_s(each)) is not None]
     ready = sum(each.condition in _SERVES for each in workers)
     is_adapter = not workers
-    return Row(
+    return TopRow(
         name,
         (
             _text(name),
@@ -243,15 +217,15 @@ def _model(name: str, seen: Seen) -> Row:
             _count(None if is_adapter else sum(each.waiting for each in workers)),
             _count(sum(each.generated_tokens_per_s for each in speeds) if speeds else None),
             _count(sum(each.prefilled_tokens_per_s for each in speeds) if speeds else None),
-            Cell(f"{cached / total:.0%}", cached / total) if total else _count(None),
+            TopCell(f"{cached / total:.0%}", cached / total) if total else _count(None),
             _seconds(median(first) if first else None),
         ),
         is_bad=name not in seen.snapshot.models,
     )
 
 
-def _tenant(tenant: TenantUse) -> Row:
-    return Row(
+def _tenant(tenant: TenantUse) -> TopRow:
+    return TopRow(
         tenant.name,
         (
             _text(tenant.name),
@@ -270,8 +244,8 @@ def ttft_s(journey: Journey) -> float | None:
     return next((leg.first_token_s for leg in reversed(journey.legs) if leg.first_token_s is not None), None)
 
 
-def _request(journey: Journey) -> Row:
-    return Row(
+def _request(journey: Journey) -> TopRow:
+    return TopRow(
         journey.request_id,
         (
             _text(journey.request_id[-18:]),
@@ -299,19 +273,19 @@ def terms(values: dict[str, float]) -> str:
     return " + ".join(f"{name} {value:.1f}" for name, value in values.items() if abs(value) >= 0.05) or "-"
 
 
-def _decision(each: Explanation) -> Row:
+def _decision(each: Explanation) -> TopRow:
     prefill = None if each.prefill is None else each.prefill.worker
     chosen = each.chosen
     left_out = ", ".join(f"{left.worker} {left.why}" for left in each.left_out)
-    return Row(
+    return TopRow(
         f"{each.request_id} {each.worker}",
         (
             _seconds(each.age_s),
             _text(each.adapter or each.model),
             _text(each.worker if prefill is None else f"{prefill}, then {each.worker}"),
             _text(each.reason.replace("_", " ")),
-            Cell(f"{chosen.overlap_blocks} of {each.request_blocks}", chosen.overlap_blocks),
-            Cell(cost(chosen.cost, each.unit), chosen.cost),
+            TopCell(f"{chosen.overlap_blocks} of {each.request_blocks}", chosen.overlap_blocks),
+            TopCell(cost(chosen.cost, each.unit), chosen.cost),
             _text(terms(chosen.terms)),
             _text(each.next_worker or "nobody"),
             _text(left_out or "-"),
@@ -319,15 +293,15 @@ def _decision(each: Explanation) -> Row:
     )
 
 
-def _rounds(seen: Seen) -> list[Row]:
+def _rounds(seen: TopSnapshot) -> list[TopRow]:
     overview = seen.snapshot.overview
     rounds = () if overview is None or overview.planner is None else overview.planner
     return [
-        Row(
+        TopRow(
             str(each.number),
             (
-                Cell(clock(each.time_s), each.time_s),
-                Cell(str(each.number), each.number),
+                TopCell(clock(each.time_s), each.time_s),
+                TopCell(str(each.number), each.number),
                 _text(each.outcome.replace("_", " ")),
                 _text(each.text),
                 _text(each.shortfall or "-"),
@@ -338,7 +312,7 @@ def _rounds(seen: Seen) -> list[Row]:
     ]
 
 
-def _no_rounds(seen: Seen) -> str:
+def _no_rounds(seen: TopSnapshot) -> str:
     overview = seen.snapshot.overview
     if overview is None or overview.planner is None:
         return "no planner: penstock serve --max-workers N starts one"
@@ -350,20 +324,20 @@ def clock(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).astimezone().strftime("%H:%M:%S")
 
 
-def _text(value: str) -> Cell:
+def _text(value: str) -> TopCell:
     shown = line(value)
-    return Cell(shown, None if shown == "-" else shown)
+    return TopCell(shown, None if shown == "-" else shown)
 
 
-def _count(value: float | None) -> Cell:
-    return Cell("-", None) if value is None else Cell(f"{value:,.0f}", value)
+def _count(value: float | None) -> TopCell:
+    return TopCell("-", None) if value is None else TopCell(f"{value:,.0f}", value)
 
 
-def _seconds(value: float | None) -> Cell:
-    return Cell(seconds(value), value)
+def _seconds(value: float | None) -> TopCell:
+    return TopCell(seconds(value), value)
 
 
-def head(seen: Seen) -> str:
+def head(seen: TopSnapshot) -> str:
     """Give the deployment, its models and its number of workers."""
     snapshot = seen.snapshot
     name = "" if snapshot.overview is None else f" {snapshot.overview.name}"
@@ -371,7 +345,7 @@ def head(seen: Seen) -> str:
     return line(f"penstock{name}  {models}  {snapshot.num_workers} workers  version {snapshot.version}")
 
 
-def alerts(seen: Seen, most: int) -> list[tuple[str, str]]:
+def alerts(seen: TopSnapshot, most: int) -> list[tuple[str, str]]:
     """Give (severity, text) of the worst alerts, and how many more there are; `fine` where nothing needs attention."""
     found = [(alert.severity.value, line(alert.text)) for alert in seen.snapshot.alerts]
     if not found:
@@ -380,7 +354,7 @@ def alerts(seen: Seen, most: int) -> list[tuple[str, str]]:
     return found[:most] + ([("info", f"and {more} more")] if more > 0 else [])
 
 
-def figures(seen: Seen) -> str:
+def figures(seen: TopSnapshot) -> str:
     """Give rates, latencies and the queue on one line, and where prompt tokens came from on the next."""
     snapshot = seen.snapshot
     return "   ".join(_figures(snapshot)) + "\n" + _origins(snapshot)
@@ -423,7 +397,7 @@ def _origins(snapshot: Snapshot) -> str:
     return f"prompt tokens: {', '.join(parts)} of {total:,}"
 
 
-def details(seen: Seen, table: Table, key: str) -> list[str]:
+def details(seen: TopSnapshot, table: TopTable, key: str) -> list[str]:
     """Describe a row of a table; empty where it is there no longer."""
     match table.name:
         case "workers":
@@ -480,7 +454,7 @@ def _worker_lines(worker: WorkerRow) -> Iterator[str]:
         yield line(f"KV from {link.source}: {link.num_bytes / 1e6:,.1f} MB by {link.transport}{speed}")
 
 
-def _request_lines(journey: Journey, seen: Seen) -> Iterator[str]:
+def _request_lines(journey: Journey, seen: TopSnapshot) -> Iterator[str]:
     yield line(
         f"{journey.request_id}: {journey.model}" + (f", tenant {journey.tenant}" if journey.tenant else "")
     )
@@ -538,7 +512,7 @@ def _candidates(title: str, found: tuple[Candidate, ...], unit: str) -> Iterator
         )
 
 
-def _round(seen: Seen, key: str) -> Iterator[str]:
+def _round(seen: TopSnapshot, key: str) -> Iterator[str]:
     overview = seen.snapshot.overview
     for each in () if overview is None or overview.planner is None else overview.planner:
         if str(each.number) != key:
@@ -554,10 +528,9 @@ def _round(seen: Seen, key: str) -> Iterator[str]:
 
 
 _ALERTS_MAX = 32
-_BETWEEN = "  "
 
 
-def plain(seen: Seen) -> Iterator[str]:
+def plain(seen: TopSnapshot) -> Iterator[str]:
     """Yield the lines: head, alerts, figures, and each table that has rows."""
     yield head(seen)
     yield from (
@@ -574,13 +547,7 @@ def plain(seen: Seen) -> Iterator[str]:
                 yield f"and {more} more workers"
 
 
-def _lines(table: Table) -> Iterator[str]:
-    lines = [tuple(name.removeprefix("#") for name in table.columns)]
-    lines += [tuple(cell.text for cell in row.cells) for row in table.rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for cells in lines:
-        aligned = (
-            cell.rjust(width) if name.startswith("#") else cell.ljust(width)
-            for name, cell, width in zip(table.columns, cells, widths, strict=True)
-        )
-        yield _BETWEEN.join(aligned).rstrip()
+def _lines(table: TopTable) -> Iterator[str]:
+    head = tuple(name.removeprefix("#") for name in table.columns)
+    right = {number for number, name in enumerate(table.columns) if name.startswith("#")}
+    yield from columns([head, *(tuple(cell.text for cell in row.cells) for row in table.rows)], right)

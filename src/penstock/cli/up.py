@@ -13,7 +13,7 @@ from penstock.cli.serve import say, serve
 from penstock.core import log
 from penstock.core.native import warn_if_disabled
 from penstock.core.types.instances import Role
-from penstock.deploy.control.hosted import Origin
+from penstock.deploy.control.hosted import DeploymentOrigin
 from penstock.deploy.supervisor.follower_host import FollowerHost
 from penstock.deploy.supervisor.local_part import LocalPart, followed_role
 from penstock.graph import Graph, Overrides, load
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace) -> int:
     part = LocalPart() if options.part is None else LocalPart.parse(options.part, graph.roles.present())
     log.configure(options.log_level, process="supervisor")
     warn_if_disabled()
-    origin = Origin(
+    origin = DeploymentOrigin(
         file=str(Path(options.file).resolve()),
         directory=str(Path.cwd()),
         overrides=overrides.assigned(),
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
 _SUPERVISOR = "supervisor"
 
 
-def follow(graph: Graph, part: LocalPart, rank: int, *, origin: Origin, log_level: str) -> None:
+def follow(graph: Graph, part: LocalPart, rank: int, *, origin: DeploymentOrigin, log_level: str) -> None:
     """Run a follower until a signal; a second signal does not wait until the leader has drained.
 
     Raises:
@@ -94,7 +94,7 @@ def follow(graph: Graph, part: LocalPart, rank: int, *, origin: Origin, log_leve
         runner.run(_follow(graph, role, rank, origin, log_level))
 
 
-async def _follow(graph: Graph, role: Role, rank: int, origin: Origin, log_level: str) -> None:
+async def _follow(graph: Graph, role: Role, rank: int, origin: DeploymentOrigin, log_level: str) -> None:
     host = FollowerHost(graph, role, rank, origin=origin, log_level=log_level, say=say)
     log.configure(log_level, process=_SUPERVISOR, stream=host.output.tee(_SUPERVISOR, sys.stderr))
     requested, task = asyncio.Event(), asyncio.current_task()

@@ -20,7 +20,7 @@ JOIN_S = 60.0
 """Longest wait of a node for the others. After it the node logs which are missing, and tries again."""
 
 
-class Join(Wire, frozen=True, tag="join"):
+class FollowerJoin(Wire, frozen=True, tag="join"):
     """Ask the leader to admit a follower.
 
     Attributes:
@@ -32,8 +32,8 @@ class Join(Wire, frozen=True, tag="join"):
     arguments: bytes
 
 
-class Joined(Wire, frozen=True, tag="joined"):
-    """Answer to `Join`; `error` says why the follower is refused, None if it is admitted."""
+class FollowerJoined(Wire, frozen=True, tag="joined"):
+    """Answer to `FollowerJoin`; `error` says why the follower is refused, None if it is admitted."""
 
     error: ErrorInfo | None = None
 
@@ -48,7 +48,9 @@ class Leaving(Wire, frozen=True, tag="leaving"):
     """A follower is shutting down. It ends once the leader has closed the connection."""
 
 
-Message = Challenge | Hello | HelloReply | Join | Joined | Start | Leaving | Ping | Pong | Goodbye
+Message = (
+    Challenge | Hello | HelloReply | FollowerJoin | FollowerJoined | Start | Leaving | Ping | Pong | Goodbye
+)
 
 PROTOCOL: SessionProtocol[Message] = SessionProtocol(
     codec=FrameCodec(Message),
@@ -89,7 +91,7 @@ class NodeFollower:
         """
         self._address = Address.parse(address, source="runtime.leader")
         self._identity = identity
-        self._join = Join(rank=rank, arguments=msgspec.json.encode(arguments))
+        self._join = FollowerJoin(rank=rank, arguments=msgspec.json.encode(arguments))
         self._tls = tls
         self._session: _FollowerSession | None = None
 
@@ -160,7 +162,7 @@ class NodeFollower:
 class _FollowerSession(ClientSession[Message]):
     """One connection to the leader."""
 
-    def __init__(self, identity: Identity, join: Join) -> None:
+    def __init__(self, identity: Identity, join: FollowerJoin) -> None:
         super().__init__(PROTOCOL, identity)
         self.started = self.awaited()
         """Gets the engine's `master_port`."""
@@ -174,7 +176,7 @@ class _FollowerSession(ClientSession[Message]):
 
     def received(self, message: Message) -> None:
         match message:
-            case Joined(error=error) if not self._joined.done():
+            case FollowerJoined(error=error) if not self._joined.done():
                 if error is None:
                     self._joined.set_result(None)
                 else:
@@ -286,7 +288,7 @@ class NodeLeader:
         for session in self._followers.values():
             session.channel.send(Start(master_port=master_port))
 
-    def admit(self, session: "_LeaderSession", join: Join) -> None:
+    def admit(self, session: "_LeaderSession", join: FollowerJoin) -> None:
         """Admit a follower.
 
         Raises:
@@ -342,7 +344,7 @@ class _LeaderSession(ServerSession[Message]):
 
     def received(self, message: Message) -> None:
         match message:
-            case Join() if not self.rank:
+            case FollowerJoin() if not self.rank:
                 self._on_join(message)
             case Leaving() if self.rank:
                 self._leader.leave(self)
@@ -358,13 +360,13 @@ class _LeaderSession(ServerSession[Message]):
         if self.rank:
             self._leader.lose(self, reason)
 
-    def _on_join(self, join: Join) -> None:
+    def _on_join(self, join: FollowerJoin) -> None:
         self.admit()
         try:
             self._leader.admit(self, join)
         except (PenstockError, msgspec.MsgspecError) as error:
             wrong = error if isinstance(error, PenstockError) else ProtocolError(f"join: {error}")
-            self.channel.send(Joined(error=wrong.to_info()))
+            self.channel.send(FollowerJoined(error=wrong.to_info()))
             self.refuse("", wrong.to_info())
             return
-        self.channel.send(Joined())
+        self.channel.send(FollowerJoined())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.cli.top_tables import Seen, details, plain, sorted_rows, tables
+from penstock.cli.top_tables import TopSnapshot, details, plain, sorted_rows, tables
 from penstock.core.errors import ConfigError
 from penstock.frontend.watch.snapshot import RegionRow
 from tests.support import snapshots
@@ -11,7 +11,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J[bold]x[/bold]\r\n<b>"
 
 
 def test_everything_of_a_deployment_is_said():
-    said = "\n".join(plain(Seen.read(snapshots.body(alerts=(snapshots.alert("disk is slow"),)))))
+    said = "\n".join(plain(TopSnapshot.read(snapshots.body(alerts=(snapshots.alert("disk is slow"),)))))
     for text in (
         "penstock site tiny 3 workers",
         "warning: disk is slow",
@@ -30,7 +30,7 @@ def test_everything_of_a_deployment_is_said():
 
 def test_an_empty_deployment_is_said_too():
     empty = {"workers": (), "models": (), "requests": (), "decisions": (), "tenants": (), "overview": None}
-    seen = Seen.read(snapshots.body(**empty))
+    seen = TopSnapshot.read(snapshots.body(**empty))
     assert list(plain(seen)) == [
         "penstock no model yet 0 workers version 0.1.0",
         "nothing needs attention",
@@ -41,12 +41,12 @@ def test_an_empty_deployment_is_said_too():
 
 
 def test_workers_that_are_not_listed_are_counted():
-    assert "and 197 more workers" in list(plain(Seen.read(snapshots.body(num_workers=200))))
+    assert "and 197 more workers" in list(plain(TopSnapshot.read(snapshots.body(num_workers=200))))
 
 
 def test_names_cannot_write_to_the_terminal():
     hostile = snapshots.worker(HOSTILE, model=HOSTILE, host=HOSTILE, problem=HOSTILE)
-    seen = Seen.read(
+    seen = TopSnapshot.read(
         snapshots.body(
             workers=(hostile,),
             models=(HOSTILE,),
@@ -62,7 +62,7 @@ def test_names_cannot_write_to_the_terminal():
 
 
 def test_numbers_sort_as_numbers_and_what_is_unknown_comes_last():
-    table = tables(Seen.read(snapshots.body(workers=tuple(
+    table = tables(TopSnapshot.read(snapshots.body(workers=tuple(
         snapshots.worker(name, running=running, speed=None if running == 9 else snapshots.worker("").speed)
         for name, running in (("b", 9), ("a", 100), ("C", 20))
     ))))[0]  # fmt: skip
@@ -78,7 +78,7 @@ def test_numbers_sort_as_numbers_and_what_is_unknown_comes_last():
 
 
 def test_details_of_a_worker_a_request_a_decision_and_a_round():
-    seen = Seen.read(snapshots.body())
+    seen = TopSnapshot.read(snapshots.body())
     found = {
         table.name: "\n".join(details(seen, table, table.rows[0].key)) for table in tables(seen) if table.rows
     }
@@ -96,7 +96,9 @@ def test_another_region_is_shown_by_its_distance():
     region = RegionRow(
         name="eu", round_trip_s=0.081, frontends=2, healthy=1, advertised_chunks=3, advertised_age_s=5.0
     )
-    seen = Seen.read(snapshots.body(workers=(snapshots.worker("eu", tiers=(), links=(), region=region),)))
+    seen = TopSnapshot.read(
+        snapshots.body(workers=(snapshots.worker("eu", tiers=(), links=(), region=region),))
+    )
     assert "eu 81 ms away, 1 of 2 frontends, prefixes 5.00 s ago" in "\n".join(plain(seen))
     assert "another region: eu 81 ms away, 1 of 2 frontends, prefixes 5.00 s ago" in details(
         seen, tables(seen)[0], "eu"
@@ -105,4 +107,4 @@ def test_another_region_is_shown_by_its_distance():
 
 def test_an_answer_of_something_else_is_refused():
     with pytest.raises(ConfigError, match="not Penstock's, or another version's"):
-        Seen.read(b'{"hello": 1}')
+        TopSnapshot.read(b'{"hello": 1}')

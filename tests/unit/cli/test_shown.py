@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from penstock.cli import main
-from penstock.cli.ps import Link, Listed, table
+from penstock.cli.ps import DeploymentView, LinkView, table
 from penstock.core.types.events import Tier
 from penstock.core.types.instances import ReplicaState
 from penstock.deploy.control.messages import ProcessView
@@ -138,13 +138,13 @@ def test_chat_says_which_models_there_are(capsys, models, wanted, said):
 
 
 def listed(**fields):
-    return list(table([Listed(name="demo", state="running", directory="d", **fields)]))[1:]
+    return list(table([DeploymentView(name="demo", state="running", directory="d", **fields)]))[1:]
 
 
 def test_ps_says_how_far_a_region_is_once_it_is_measured():
     link = ProcessView(name="link-eu", pid=2, state=ReplicaState.READY, region="eu")
-    frontend, far = listed(processes=(FRONTEND, link), links=(Link("eu", "ready", 0.0812, 2, 1),))
+    frontend, far = listed(processes=(FRONTEND, link), links=(LinkView("eu", "ready", 0.0812, 2, 1),))
     assert "away" not in frontend
     assert "81.2 ms away, 1 of 2 frontends" in far
-    unknown = listed(processes=(FRONTEND, link), links=(Link("eu", "connecting", 0.0, 1, 0),))
+    unknown = listed(processes=(FRONTEND, link), links=(LinkView("eu", "connecting", 0.0, 1, 0),))
     assert not any("away" in line for line in unknown)

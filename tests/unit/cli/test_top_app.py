@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.cli.top_app import RowScreen, TopApp
-from penstock.cli.top_tables import Seen
+from penstock.cli.top_tables import TopSnapshot
 from penstock.core.errors import Unavailable
 from tests.support import snapshots
 from tests.support.given_by import given_by
@@ -62,7 +62,7 @@ def _drive(scenario, body=None):
             yield body
 
     async def main():
-        app = TopApp(Seen.read(body or fleet()), stream)
+        app = TopApp(TopSnapshot.read(body or fleet()), stream)
         async with app.run_test(size=(150, 40)) as pilot:
             await scenario(Driven(app, pilot, bodies))
         bodies.put(None)

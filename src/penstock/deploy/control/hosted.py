@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NAME = "deployment.json"
 
 
-class Origin(Wire, frozen=True):
+class DeploymentOrigin(Wire, frozen=True):
     """How a command started the deployment.
 
     Attributes:
@@ -61,13 +61,13 @@ class DeploymentRecord(Wire, frozen=True):
     started_s: float
     stop_s_max: float
     log: str = ""
-    origin: Origin | None = None
+    origin: DeploymentOrigin | None = None
     follows: str = ""
     url: str = ""
     certificate: str = ""
 
 
-def unnamed_file(graph: "Graph", origin: Origin | None) -> str:
+def unnamed_file(graph: "Graph", origin: DeploymentOrigin | None) -> str:
     """Give the graph's file where the graph has no name, so that only its file tells it from others; else an empty string."""
     return "" if origin is None or "name" in graph.model_fields_set else origin.file
 
@@ -224,7 +224,7 @@ def _named(each: Hosted) -> str:
     return f"{each.name}{where}" if each.is_live else f"{each.name}, which was killed"
 
 
-class Supervisor:
+class SupervisorProcess:
     """The process that holds a deployment's lock; signals reach no other process that gets its number."""
 
     def __init__(self, descriptor: int) -> None:
@@ -232,7 +232,7 @@ class Supervisor:
 
     @classmethod
     @contextmanager
-    def of(cls, found: Hosted) -> Iterator["Supervisor"]:
+    def of(cls, found: Hosted) -> Iterator["SupervisorProcess"]:
         """Open the process of a live deployment.
 
         Raises:

@@ -19,9 +19,9 @@ from penstock.deploy.control.messages import (
     SOCKET_NAME,
     Add,
     Apply,
-    Ask,
-    Body,
-    Deployment,
+    ControlAnswer,
+    ControlBody,
+    ControlRequest,
     Difference,
     Flip,
     GetObservation,
@@ -32,7 +32,7 @@ from penstock.deploy.control.messages import (
     ProcessView,
     Retire,
     RolloutView,
-    Told,
+    RunningDeployment,
 )
 from penstock.planner.observe.observation import Observation
 
@@ -58,7 +58,7 @@ class LocalConnector:
             path: the socket.
             entry_s: how long a call is repeated while too many callers are there; None is 5 s.
         """
-        self.deployment: Deployment | None = None
+        self.deployment: RunningDeployment | None = None
         """Who answered last."""
         self._path = path
         self._entry_s = _ENTRY_S if entry_s is None else entry_s
@@ -124,7 +124,7 @@ class LocalConnector:
     async def close(self) -> None:
         """Do nothing: no connection stays open."""
 
-    async def _ask(self, body: Body, *, answer_s: float = _ANSWER_S) -> Told:
+    async def _ask(self, body: ControlBody, *, answer_s: float = _ANSWER_S) -> ControlAnswer:
         """Send one request and return its answer; repeat it while the supervisor has no room for it.
 
         Raises:
@@ -133,7 +133,7 @@ class LocalConnector:
             ProtocolError: the answer is of another version.
             PenstockError: as the supervisor said.
         """
-        line = msgspec.json.encode(Ask(version=CONTROL_VERSION, body=body)) + b"\n"
+        line = msgspec.json.encode(ControlRequest(version=CONTROL_VERSION, body=body)) + b"\n"
         loop = asyncio.get_running_loop()
         give_up_s, pause_s = loop.time() + self._entry_s, _PAUSE_S
         while True:
@@ -168,12 +168,12 @@ class LocalConnector:
             reason = str(error) or f"no answer in {answer_s:g} s"
             raise Unavailable(f"{self._path}: no supervisor answers ({reason}); is it running?") from error
 
-    def _read(self, answer: bytes) -> Told:
+    def _read(self, answer: bytes) -> ControlAnswer:
         """Read an answer; raises as `_ask`."""
         if not answer.endswith(b"\n"):
             raise Unavailable(f"{self._path}: the supervisor ended before it answered; start it again")
         try:
-            told = msgspec.json.decode(answer, type=Told)
+            told = msgspec.json.decode(answer, type=ControlAnswer)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"{self._path}: no answer of the control channel: {error}") from error
         self.deployment = told.deployment

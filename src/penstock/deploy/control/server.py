@@ -21,8 +21,8 @@ from penstock.deploy.control.messages import (
     SOCKET_NAME,
     Add,
     Apply,
-    Ask,
-    Deployment,
+    ControlAnswer,
+    ControlRequest,
     Difference,
     Flip,
     GetObservation,
@@ -33,7 +33,7 @@ from penstock.deploy.control.messages import (
     ProcessView,
     Retire,
     RolloutView,
-    Told,
+    RunningDeployment,
     Versioned,
 )
 from penstock.planner.observe.stream import ObservationStream
@@ -69,7 +69,7 @@ class ControlServer:
         connector: ScalingConnector,
         observations: ObservationStream,
         directory: Path,
-        deployment: Deployment,
+        deployment: RunningDeployment,
         *,
         applier: GraphApplier | None = None,
         processes: Callable[[], tuple[ProcessView, ...]] = tuple,
@@ -138,7 +138,7 @@ class ControlServer:
         """Read one line and answer it in one; None if it does not end. The caller counts as obeyed until `held` is left."""
         if (user := _user_of(writer)) not in {os.getuid(), 0}:
             refused = RequestError(f"user {user} may not control this deployment", http_status=403)
-            return msgspec.json.encode(Told(error=refused.to_info())) + b"\n"
+            return msgspec.json.encode(ControlAnswer(error=refused.to_info())) + b"\n"
         try:
             line = await self._read_line(reader)
             if not line.endswith(b"\n"):
@@ -152,7 +152,7 @@ class ControlServer:
         except Exception as error:  # noqa: BLE001 - the caller learns of it, and others are served
             _log.error("control_request_failed", error=repr(error))
             info = PenstockError(f"the supervisor failed at this request: {error!r}").to_info()
-        return msgspec.json.encode(Told(deployment=self._deployment, error=info)) + b"\n"
+        return msgspec.json.encode(ControlAnswer(deployment=self._deployment, error=info)) + b"\n"
 
     @contextmanager
     def _place(self) -> Iterator[None]:
@@ -196,13 +196,13 @@ class ControlServer:
         finally:
             self._reading.pop(task, None)
 
-    async def _obey(self, ask: Ask) -> Told:
+    async def _obey(self, ask: ControlRequest) -> ControlAnswer:
         if isinstance(ask.body, GetScale | GetObservation | GetProcesses | GetRollout):
             return await self._look(ask.body)
         return await self._change(ask.body)
 
-    async def _look(self, body: GetScale | GetObservation | GetProcesses | GetRollout) -> Told:
-        told = Told(deployment=self._deployment)
+    async def _look(self, body: GetScale | GetObservation | GetProcesses | GetRollout) -> ControlAnswer:
+        told = ControlAnswer(deployment=self._deployment)
         match body:
             case GetScale(after=after):
                 return msgspec.structs.replace(told, scale=await self._connector.scale(after))
@@ -217,10 +217,10 @@ class ControlServer:
             case _:
                 assert_never(body)
 
-    async def _change(self, body: Apply | Add | Retire | Flip | Kill) -> Told:
+    async def _change(self, body: Apply | Add | Retire | Flip | Kill) -> ControlAnswer:
         if isinstance(body, Add | Retire | Flip):
             _check_name(body.by)
-        told = Told(deployment=self._deployment)
+        told = ControlAnswer(deployment=self._deployment)
         match body:
             case Apply(graph_json=graph_json, dry_run=dry_run):
                 applier = self._own_applier()
@@ -250,7 +250,7 @@ class ControlServer:
         return self._applier
 
 
-def _read(line: bytes) -> Ask:
+def _read(line: bytes) -> ControlRequest:
     """Read a request.
 
     Raises:
@@ -263,7 +263,7 @@ def _read(line: bytes) -> Ask:
                 f"version: the supervisor speaks version {CONTROL_VERSION} of the control channel, got {version}; use the"
                 " penstock that started it"
             )
-        return msgspec.json.decode(line, type=Ask)
+        return msgspec.json.decode(line, type=ControlRequest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"no request of the control channel: {error}") from error
 

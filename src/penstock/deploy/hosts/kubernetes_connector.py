@@ -17,7 +17,7 @@ _log = get_logger()
 
 
 @dataclass(slots=True, eq=False)
-class Pod:
+class RolePod:
     """A pod whose supervisor is connected, or was lost a moment ago; `home` is the role that it is a pod of."""
 
     name: str
@@ -43,7 +43,7 @@ class Pod:
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class RoleSlot:
     """A worker by the name that it keeps, from before its pod is there; `pod` is None until one is.
 
     `is_leaving`: there are more pods than wanted, and this one is expected to end.
@@ -80,7 +80,7 @@ class RoleSlots:
     body: Object
     generation: int
     named: set[str] = field(default_factory=set)
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[RoleSlot] = field(default_factory=list)
     start_s: float | None = None
     unanswered: Write | None = None
 
@@ -113,7 +113,7 @@ class RoleSlots:
             self.named.clear()  # they stay, and another may be the one to end next time
         return writer(body)
 
-    def fit(self, pods: Mapping[str, Pod], now_s: float) -> None:
+    def fit(self, pods: Mapping[str, RolePod], now_s: float) -> None:
         """Match workers' names with the pods that are there and those that are still to come.
 
         As many workers count as are wanted: pods beyond that end soon, as there are fewer wanted than before, or as a roll-out
@@ -141,7 +141,7 @@ class RoleSlots:
         for _ in range(self.wanted - len(active)):
             self._new_slot(now_s)
 
-    def ending(self, slots: Sequence[Slot]) -> list[Slot]:
+    def ending(self, slots: Sequence[RoleSlot]) -> list[RoleSlot]:
         """Give the workers that end instead of `slots`: a StatefulSet always ends its last pods, whatever they do."""
         ordinal = re.compile(rf"{re.escape(self.workload)}-(\d{{1,4}})")
         ordinals = {
@@ -166,7 +166,7 @@ class RoleSlots:
         earlier = sorted(self.named - set(chosen))[: max(0, count - replicas - len(chosen))]
         return [*earlier, *chosen]
 
-    def _mark_leaving(self, pods: Mapping[str, Pod], staying: Sequence[Slot]) -> None:
+    def _mark_leaving(self, pods: Mapping[str, RolePod], staying: Sequence[RoleSlot]) -> None:
         """Choose which of too many pods are expected to end: those that were named, then those that do not serve yet, then the newest."""
         bound = [(index, slot) for index, slot in enumerate(staying) if slot.pod is not None]
         bound.sort(
@@ -181,10 +181,10 @@ class RoleSlots:
         for number, (_, slot) in enumerate(bound):
             slot.is_leaving = number < excess
 
-    def _new_slot(self, now_s: float) -> Slot:
+    def _new_slot(self, now_s: float) -> RoleSlot:
         used = {slot.name for slot in self.slots}
         name = next(f"{self.role}-{n}" for n in range(1, len(used) + 2) if f"{self.role}-{n}" not in used)
-        slot = Slot(name, now_s)
+        slot = RoleSlot(name, now_s)
         self.slots.append(slot)
         return slot
 
@@ -245,7 +245,7 @@ class KubernetesConnector:
         self._settle_s, self._lost_after_s, self._hold_s = settle_s, lost_after_s, hold_s
         self._begun_s: float | None = None
         self._roles: dict[Role, RoleSlots] = {}
-        self._pods: dict[str, Pod] = {}
+        self._pods: dict[str, RolePod] = {}
         self._lost_s: float | None = None
         """When a pod was lost last."""
         self._lock = asyncio.Lock()
@@ -258,7 +258,7 @@ class KubernetesConnector:
 
     def join(self, name: str, host: Host, scale: Scale) -> None:
         home = scale.limits[0].role if scale.limits else None
-        self._pods[name] = Pod(name, host, scale, home)
+        self._pods[name] = RolePod(name, host, scale, home)
 
     def leave(self, name: str, *, on_purpose: bool) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -310,7 +310,7 @@ class KubernetesConnector:
         async with self._lock:
             scale = await self._seen(revision)
             leaving = [find(scale, name) for name in dict.fromkeys(names)]
-            chosen: dict[Role, list[Slot]] = {}
+            chosen: dict[Role, list[RoleSlot]] = {}
             for replica in leaving:
                 if replica.state is ReplicaState.DRAINING:
                     raise conflict(f"{replica.name} drains already; it ends by itself")
@@ -426,14 +426,14 @@ class KubernetesConnector:
         elif (by := kept.take(body)) is not None:
             self._accept(by)
 
-    def _slot_of(self, pod: Pod) -> Slot | None:
+    def _slot_of(self, pod: RolePod) -> RoleSlot | None:
         kept = None if pod.home is None else self._roles.get(pod.home)
         return None if kept is None else next((slot for slot in kept.slots if slot.pod == pod.name), None)
 
-    def _slot_called(self, name: str) -> tuple[RoleSlots, Slot]:
+    def _slot_called(self, name: str) -> tuple[RoleSlots, RoleSlot]:
         return next((kept, slot) for kept in self._roles.values() for slot in kept.slots if slot.name == name)
 
-    def _describe(self, kept: RoleSlots, slot: Slot, now_s: float) -> Replica:
+    def _describe(self, kept: RoleSlots, slot: RoleSlot, now_s: float) -> Replica:
         pod = self._pods.get(slot.pod or "")
         worker = None if pod is None else pod.worker
         if worker is None:

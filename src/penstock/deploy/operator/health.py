@@ -27,7 +27,7 @@ class Problem:
 
 
 @dataclass(slots=True)
-class Part:
+class PartHealth:
     """Frontends, one role's workers, the planner, or the endpoint picker.
 
     Attributes:
@@ -54,7 +54,7 @@ class Part:
 
 def part_of(
     name: str, workloads: Sequence[Object], pods: Iterable[Object], *, wanted: int | None = None
-) -> Part:
+) -> PartHealth:
     """Read a part's state.
 
     Args:
@@ -65,7 +65,7 @@ def part_of(
     """
     specs = [workload.get("spec") or {} for workload in workloads]
     statuses = [workload.get("status") or {} for workload in workloads]
-    part = Part(name, sum(int(spec.get("replicas", 1)) for spec in specs) if wanted is None else wanted)
+    part = PartHealth(name, sum(int(spec.get("replicas", 1)) for spec in specs) if wanted is None else wanted)
     part.ready = sum(int(status.get("readyReplicas") or 0) for status in statuses)
     part.total = sum(int(status.get("replicas") or 0) for status in statuses)
     updated = sum(int(status.get("updatedReplicas") or 0) for status in statuses)
@@ -121,18 +121,18 @@ def _ending(pod: Object) -> str:
     return f"{pod['metadata']['name']} drains"
 
 
-def conditions_of(parts: Sequence[Part]) -> dict[str, tuple[bool, str, str]]:
+def conditions_of(parts: Sequence[PartHealth]) -> dict[str, tuple[bool, str, str]]:
     """Give Ready, Progressing and Degraded as (whether, reason, message)."""
     problems = [problem for part in parts for problem in part.problems]
     return {"Ready": _ready(parts), "Progressing": _progressing(parts), "Degraded": _degraded(problems)}
 
 
-def serves(parts: Sequence[Part]) -> bool:
+def serves(parts: Sequence[PartHealth]) -> bool:
     """Whether a request would be answered."""
     return _ready(parts)[0]
 
 
-def _ready(parts: Sequence[Part]) -> tuple[bool, str, str]:
+def _ready(parts: Sequence[PartHealth]) -> tuple[bool, str, str]:
     by_name = {part.name: part for part in parts if part.is_role or part.name == FRONTEND}
     has = {name: part.ready > 0 for name, part in by_name.items()}
     if not has.get(FRONTEND):
@@ -147,7 +147,7 @@ def _ready(parts: Sequence[Part]) -> tuple[bool, str, str]:
     )
 
 
-def _progressing(parts: Sequence[Part]) -> tuple[bool, str, str]:
+def _progressing(parts: Sequence[PartHealth]) -> tuple[bool, str, str]:
     ending = [text for part in parts for text in part.ending]
     changing = [
         part for part in parts if not part.is_current or part.ready < part.wanted or part.total != part.wanted
@@ -178,7 +178,7 @@ def _degraded(problems: Sequence[Problem]) -> tuple[bool, str, str]:
     return True, sorted_[0].reason, "; ".join(_some(texts))
 
 
-def _counts(parts: Iterable[Part]) -> str:
+def _counts(parts: Iterable[PartHealth]) -> str:
     return ", ".join(f"{part.name} {part.ready}/{part.wanted}" for part in parts)
 
 
@@ -191,7 +191,7 @@ Conditions = dict[str, tuple[bool, str, str]]
 _MESSAGE_CHARACTERS_MAX = 2000
 
 
-def graph_status(body: Object, parts: Sequence[Part], failed: Conditions | None = None) -> Object:
+def graph_status(body: Object, parts: Sequence[PartHealth], failed: Conditions | None = None) -> Object:
     """Make a PenstockGraph's status.
 
     Args:
@@ -233,7 +233,7 @@ async def write_graph_status(client: KubernetesClient, graphs: Copy, body: Objec
 
 
 async def write_role_status(
-    client: KubernetesClient, roles: Copy, body: Object, part: Part, selector: str
+    client: KubernetesClient, roles: Copy, body: Object, part: PartHealth, selector: str
 ) -> None:
     """Write a PenstockRole's status where it has changed, also into the copy."""
     status = {

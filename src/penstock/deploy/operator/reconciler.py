@@ -32,7 +32,7 @@ from penstock.deploy.operator.cache import (
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.deploy.operator.health import (
     Conditions,
-    Part,
+    PartHealth,
     graph_status,
     part_of,
     serves,
@@ -527,7 +527,7 @@ class Reconciler:
         changed = await self._client.patch(ROLES, body["metadata"]["name"], change)
         return int(changed["spec"]["replicas"])
 
-    async def _tidy(self, desired: Desired, parts: list[Part], refusals: _Refusals) -> None:
+    async def _tidy(self, desired: Desired, parts: list[PartHealth], refusals: _Refusals) -> None:
         """Delete what earlier revisions left, once no pod uses it."""
         applied = self._applied[desired.name]
         if applied.is_clean or not all(part.is_current and not part.ending for part in parts):
@@ -578,7 +578,7 @@ class Reconciler:
 
     def _parts(
         self, name: str, scaled_by: Mapping[str, str], numbers: Mapping[str, int] | None
-    ) -> list[Part]:
+    ) -> list[PartHealth]:
         """Read the state of all parts that are wanted, and of those that run.
 
         Args:

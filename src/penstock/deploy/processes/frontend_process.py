@@ -16,7 +16,7 @@ from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError
 from penstock.core.types.requests import TraceContext
 from penstock.deploy.identity import location_here
-from penstock.deploy.messages import Assignment, FrontendJob, Planned, Ready, Tell
+from penstock.deploy.messages import Assignment, FrontendJob, Ready, RoundCounts, Tell
 from penstock.deploy.planes import Planes
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.supervisor_client import SupervisorClient
@@ -183,7 +183,7 @@ class PlannerMetrics:
         )
         self._shortfall = gauge("shortfall", "1 if the SLO is not expected to hold with what may run.")
 
-    def take(self, planned: Planned) -> None:
+    def take(self, planned: RoundCounts) -> None:
         """Count a round."""
         self._rounds.labels(planned.outcome).inc()
         self._seconds.observe(planned.seconds)

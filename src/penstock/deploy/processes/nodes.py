@@ -15,7 +15,7 @@ import msgspec
 from penstock.core.errors import ConfigError, PenstockError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.deploy.card import worker_drain_s
-from penstock.deploy.messages import Assignment, Failed, FollowerJob, Phase, Ready, Tell, report_of
+from penstock.deploy.messages import Assignment, Failed, FollowerJob, Ready, StartPhase, Tell, report_of
 from penstock.deploy.nodes import JOIN_S, NodeFollower, NodeLeader
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.engine.launch_host import SymbolicHost, ThisHost
@@ -89,11 +89,11 @@ async def run_follower(assignment: Assignment, job: FollowerJob, stopping: async
 
 async def _gather(follower: NodeFollower, graph: Graph, tell: Tell) -> int:
     """Join, and wait for the other nodes; give the engine's `master_port`."""
-    tell(Phase(what=f"joins node 0 at {graph.runtime.leader}"))
+    tell(StartPhase(what=f"joins node 0 at {graph.runtime.leader}"))
     await follower.join(min(JOIN_S, graph.supervision.start_timeout_s), random.Random())
-    tell(Phase(what="has joined; waits for the other nodes"))
+    tell(StartPhase(what="has joined; waits for the other nodes"))
     port = await follower.start()
-    tell(Phase(what="starts the engine's processes"))
+    tell(StartPhase(what="starts the engine's processes"))
     return port
 
 
@@ -201,7 +201,7 @@ async def gather_nodes(
         tls=PlaneTls.of(graph.runtime.tls),
     )
     async with leader:
-        tell(Phase(what=f"waits for {size - 1} more node{'s' if size > 2 else ''} at {leader.address}"))
+        tell(StartPhase(what=f"waits for {size - 1} more node{'s' if size > 2 else ''} at {leader.address}"))
         await leader.gather(min(JOIN_S, graph.supervision.start_timeout_s))
         host = ThisHost()
         port, *_ = host.ports(

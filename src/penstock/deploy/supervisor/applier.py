@@ -16,7 +16,7 @@ from penstock.deploy.supervisor.local_part import LocalPart, roles_here
 from penstock.deploy.supervisor.rollout import BY, Aim, Rollout
 from penstock.deploy.supervisor.scale_file import ScaleFile
 from penstock.deploy.supervisor.template import WorkerTemplate
-from penstock.deploy.supervisor.worker_pool import WAIT_S_MAX, WorkerPool, conflict
+from penstock.deploy.supervisor.worker_pool import WAIT_S_MAX, LocalWorkerPool, conflict
 from penstock.graph import Graph, RoleSpec
 
 ALL = "all"
@@ -196,7 +196,7 @@ class Applier:
         graph: Graph,
         *,
         part: LocalPart,
-        pool: WorkerPool,
+        pool: LocalWorkerPool,
         make_templates: MakeTemplates,
         links: Links,
         make_links: MakeLinks,

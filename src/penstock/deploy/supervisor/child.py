@@ -16,8 +16,8 @@ import msgspec
 from penstock.core.log import get_logger
 from penstock.deploy import group_file
 from penstock.deploy.group_file import keep_groups, kill_groups, remove_unused, start_of
-from penstock.deploy.messages import Assignment, FrontendJob, News, Report
-from penstock.deploy.supervisor.output import ProcessOutput, Source
+from penstock.deploy.messages import Assignment, FrontendJob, ProcessOrder, Report
+from penstock.deploy.supervisor.output import OutputSource, ProcessOutput
 
 _AGAIN_S = 1.0
 _log = get_logger()
@@ -131,7 +131,7 @@ class Child:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         guard: GroupGuard,
-        source: Source,
+        source: OutputSource,
     ) -> None:
         self._process = process
         self._reader = reader
@@ -230,7 +230,7 @@ class Child:
                     await self._writer.wait_closed()
         return status
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: ProcessOrder) -> None:
         """Send a message; ignored if the socket is closed or full."""
         if self._writer.transport.get_write_buffer_size() < _NEWS_BYTES_MAX:
             self._writer.write(msgspec.json.encode(news) + b"\n")

@@ -11,13 +11,13 @@ from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.instances import Role
 from penstock.deploy.card import check_model, served_name, worker_drain_s
-from penstock.deploy.control.hosted import DeploymentRecord, Origin, keep_record
+from penstock.deploy.control.hosted import DeploymentOrigin, DeploymentRecord, keep_record
 from penstock.deploy.control.server import ProbeServer
 from penstock.deploy.identity import deployment_secret, shared_hash_key
-from penstock.deploy.messages import Assignment, Common, FollowerJob, cause_of
+from penstock.deploy.messages import Assignment, FollowerJob, ProcessSettings, cause_of
 from penstock.deploy.state import OUTPUT_LOG, RuntimeDirectory
 from penstock.deploy.supervisor.child import Child, GroupGuard
-from penstock.deploy.supervisor.member import Member, tick_s
+from penstock.deploy.supervisor.member import ProcessMember, tick_s
 from penstock.deploy.supervisor.output import LogFile, ProcessOutput
 from penstock.deploy.supervisor.resources import Devices, count_devices, devices_of
 from penstock.deploy.supervisor.template import read_model
@@ -35,7 +35,7 @@ class FollowerHost:
         role: Role,
         rank: int,
         *,
-        origin: Origin,
+        origin: DeploymentOrigin,
         log_level: str,
         say: Callable[[str, str, str], None],
     ) -> None:
@@ -55,7 +55,7 @@ class FollowerHost:
         self._role, self._rank = role, rank
         self._origin, self._log_level = origin, log_level
         self._on_state = say
-        self._member: Member | None = None
+        self._member: ProcessMember | None = None
 
     def kill(self) -> None:
         """End the process at once."""
@@ -96,7 +96,7 @@ class FollowerHost:
                 model_dir=str(model.path),
                 device=devices[0] if devices else 0,
             )
-            common = Common(
+            common = ProcessSettings(
                 graph_json=graph.model_dump_json(),
                 runtime_dir=str(directory.path),
                 hub_address="",
@@ -107,7 +107,7 @@ class FollowerHost:
                 heartbeat_interval_s=tick_s(graph.supervision),
             )
             name = f"follower-{self._rank}"
-            member = self._member = Member(
+            member = self._member = ProcessMember(
                 name,
                 lambda: Assignment(name=name, job=job, common=common),
                 graph.supervision,

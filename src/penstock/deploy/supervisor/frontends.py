@@ -11,8 +11,8 @@ from typing import Self
 
 from penstock.core.errors import ConfigError
 from penstock.deploy.control.messages import ProcessView
-from penstock.deploy.messages import FrontendJob, Job, Planned, ProcessFailed
-from penstock.deploy.supervisor.member import Member
+from penstock.deploy.messages import FrontendJob, Job, ProcessFailed, RoundCounts
+from penstock.deploy.supervisor.member import ProcessMember
 
 
 class Port:
@@ -87,16 +87,16 @@ def say_open(port: Port, *, is_open: bool) -> Iterator[str]:
         )
 
 
-MakeMember = Callable[[str, Callable[[], Job]], Member]
+MakeMember = Callable[[str, Callable[[], Job]], ProcessMember]
 """(name, what makes the job of its next process) -> a member that is not running yet."""
 
 
-class Frontends:
+class FrontendProcesses:
     """The frontends. One event loop owns it."""
 
     def __init__(self, count: int) -> None:
         """Have so many, once `fill` has made them; 0 where another host has the frontends."""
-        self.members: list[Member] = []
+        self.members: list[ProcessMember] = []
         self.is_open = False
         """Whether the deployment has started: from then on a config error of one ends it only where no other serves."""
         self.count = count
@@ -175,12 +175,12 @@ class Frontends:
                 frontend.tell(ProcessFailed(name=name, reason=reason, count=count))
             self._unsent_failures.clear()
 
-    def tell_planned(self, planned: Planned) -> None:
+    def tell_planned(self, planned: RoundCounts) -> None:
         """Send a round of the planner to one frontend; a round that none can take is not counted."""
         if (frontend := self._any_ready()) is not None:
             frontend.tell(planned)
 
-    def _any_ready(self) -> Member | None:
+    def _any_ready(self) -> ProcessMember | None:
         return next((member for member in self.members if member.ready.is_set()), None)
 
     def _nobody_serves(self) -> bool:

@@ -12,8 +12,8 @@ from penstock.core.ids import new_worker_id
 from penstock.core.types.instances import ModelCard, ReplicaState, Role
 from penstock.deploy.control.messages import ProcessView
 from penstock.deploy.identity import location_here
-from penstock.deploy.messages import Common, WorkerJob
-from penstock.deploy.supervisor.member import Member
+from penstock.deploy.messages import ProcessSettings, WorkerJob
+from penstock.deploy.supervisor.member import ProcessMember
 from penstock.deploy.supervisor.template import OpenedModel
 from penstock.engine.openai.region.config import RegionConfig
 from penstock.graph import Graph
@@ -29,12 +29,12 @@ class LinkTemplate:
     region: str
     card: ModelCard
     model_dir: str
-    common: Common
+    common: ProcessSettings
     key: str
 
     @classmethod
     def of(
-        cls, graph: Graph, region: RegionSpec, *, card: ModelCard, model_dir: str, common: Common
+        cls, graph: Graph, region: RegionSpec, *, card: ModelCard, model_dir: str, common: ProcessSettings
     ) -> "LinkTemplate":
         """Make the template of the link to a region of `graph`."""
         parts = (
@@ -56,14 +56,14 @@ class LinkTemplate:
         )
 
 
-MakeLink = Callable[[str, LinkTemplate], Member]
+MakeLink = Callable[[str, LinkTemplate], ProcessMember]
 """(name, template) -> a member that is not running yet."""
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
     template: LinkTemplate
-    member: Member
+    member: ProcessMember
     task: asyncio.Task[None] | None = None
 
 
@@ -78,7 +78,7 @@ class Links:
         self._group: asyncio.TaskGroup | None = None
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[ProcessMember]:
         return [link.member for link in (*self._links.values(), *self._leaving)]
 
     def start(self, group: asyncio.TaskGroup) -> None:
@@ -172,7 +172,7 @@ def check_files(region: RegionConfig, place: str) -> None:
         region.tls.context(f"{place}.tls")
 
 
-def link_templates(graph: Graph, model: OpenedModel, common: Common) -> dict[str, LinkTemplate]:
+def link_templates(graph: Graph, model: OpenedModel, common: ProcessSettings) -> dict[str, LinkTemplate]:
     """Make the templates of the graph's links, by region."""
     return {
         region.name: LinkTemplate.of(

@@ -20,11 +20,11 @@ from penstock.core.errors import ConfigError, RequestError
 from penstock.core.listening import Address
 from penstock.core.types.instances import Role
 from penstock.deploy.card import check_model, frontend_drain_s, served_name, worker_drain_s
-from penstock.deploy.control.hosted import DeploymentRecord, Origin, keep_record, unnamed_file
-from penstock.deploy.control.messages import Deployment, ProcessView
+from penstock.deploy.control.hosted import DeploymentOrigin, DeploymentRecord, keep_record, unnamed_file
+from penstock.deploy.control.messages import ProcessView, RunningDeployment
 from penstock.deploy.control.server import ControlServer, ProbeServer
 from penstock.deploy.identity import deployment_secret, has_secret, location_here, shared_hash_key
-from penstock.deploy.messages import Assignment, Common, Job, WorkerJob, cause_of
+from penstock.deploy.messages import Assignment, Job, ProcessSettings, WorkerJob, cause_of
 from penstock.deploy.planes import Planes
 from penstock.deploy.state import (
     OUTPUT_LOG,
@@ -36,10 +36,10 @@ from penstock.deploy.state import (
 )
 from penstock.deploy.supervisor.applier import Applier
 from penstock.deploy.supervisor.child import Child, GroupGuard, SpareProcesses
-from penstock.deploy.supervisor.frontends import Frontends, Port, say_open
+from penstock.deploy.supervisor.frontends import FrontendProcesses, Port, say_open
 from penstock.deploy.supervisor.links import Links, LinkTemplate, check_links, link_templates
 from penstock.deploy.supervisor.local_part import LocalPart, roles_here, runnable_roles
-from penstock.deploy.supervisor.member import Member, tick_s
+from penstock.deploy.supervisor.member import ProcessMember, tick_s
 from penstock.deploy.supervisor.output import LogFile, ProcessOutput
 from penstock.deploy.supervisor.planning import PlannerPlace, Planning, make_planning, planner_place
 from penstock.deploy.supervisor.resources import (
@@ -54,7 +54,7 @@ from penstock.deploy.supervisor.resources import (
 )
 from penstock.deploy.supervisor.scale_file import ScaleFile
 from penstock.deploy.supervisor.template import WorkerTemplate, read_model
-from penstock.deploy.supervisor.worker_pool import PoolWorker, Room, WorkerPool
+from penstock.deploy.supervisor.worker_pool import LocalWorkerPool, PoolWorker, WorkerCapacity
 from penstock.engine.registry import engine_kind
 from penstock.frontend.http.server import ServerTls
 from penstock.frontend.limits.keys import API_KEY_VARIABLE, read_tenants, stored_digest
@@ -75,7 +75,7 @@ _RESOLVE_S = 10.0
 class SharedState:
     """What all processes of this host share, and the hub where this host has one."""
 
-    common: Common
+    common: ProcessSettings
     hub: LocalHub | None
 
 
@@ -104,7 +104,7 @@ async def create_shared(
     hub = None
     if spec.discovery == "local" and spec.join is None:
         hub = await start_hub(spec, identity, f"unix://{directory.path}/hub.sock", stack)
-    common = Common(
+    common = ProcessSettings(
         graph_json=graph.model_dump_json(),
         runtime_dir=str(directory.path),
         hub_address=spec.join or (hub.address if hub else ""),
@@ -246,7 +246,7 @@ class LocalDeployment:
         log_level: str = "warning",
         say: Say | None = None,
         part: LocalPart | None = None,
-        origin: Origin | None = None,
+        origin: DeploymentOrigin | None = None,
     ) -> None:
         """Check the graph; starts nothing.
 
@@ -262,7 +262,7 @@ class LocalDeployment:
         """
         self._part = part = part or LocalPart()
         self._roles = roles_here(part, graph)
-        self.frontends = Frontends(graph.frontend.processes if part.has_frontends else 0)
+        self.frontends = FrontendProcesses(graph.frontend.processes if part.has_frontends else 0)
         if self.frontends.count:
             check_links(graph)
         if graph.frontend.tls is not None:
@@ -285,9 +285,9 @@ class LocalDeployment:
         self.output = ProcessOutput()
         """What the processes print."""
         self._told: Say = say or (lambda *_: None)
-        self.pool = WorkerPool(
+        self.pool = LocalWorkerPool(
             self._roles,
-            room=Room(
+            room=WorkerCapacity(
                 Devices(count_devices()),
                 self._cores,
                 graph.router.workers_max,
@@ -315,7 +315,7 @@ class LocalDeployment:
         self._spares = SpareProcesses(spares, _imports(self._roles), self._guard, self.output)
         self._place: PlannerPlace
         self._host_arena: HostArena
-        self._common: Common
+        self._common: ProcessSettings
         self._context = self._run()
 
     @property
@@ -325,7 +325,7 @@ class LocalDeployment:
         return given if given and stored_digest(given) is None else None
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[ProcessMember]:
         return [*self.pool.members, *self.links.members, *self.frontends.members]
 
     def processes(self) -> tuple[ProcessView, ...]:
@@ -389,7 +389,7 @@ class LocalDeployment:
                     self.pool,
                     self.observations,
                     Path(common.runtime_dir),
-                    Deployment(
+                    RunningDeployment(
                         name=self.graph.name,
                         url=self.url,
                         pid=os.getpid(),
@@ -519,7 +519,7 @@ class LocalDeployment:
 
     async def _create_members(
         self,
-        common: Common,
+        common: ProcessSettings,
         port: Port | None,
         scale_file: ScaleFile,
     ) -> None:
@@ -529,7 +529,7 @@ class LocalDeployment:
             ConfigError: this machine lacks devices or cores for the graph's workers.
         """
 
-        def worker_member(worker: PoolWorker) -> Member:
+        def worker_member(worker: PoolWorker) -> ProcessMember:
             template = self.applier.templates[worker.home]
             worker.template = template.key
 
@@ -539,7 +539,7 @@ class LocalDeployment:
             cores = partial(self._cores.of_process, worker.name)
             return self._member(worker.name, job, template.common, cores, self._spares.start)
 
-        def frontend_member(name: str, job: Callable[[], Job]) -> Member:
+        def frontend_member(name: str, job: Callable[[], Job]) -> ProcessMember:
             start = partial(Child.start, guard=self._guard, output=self.output)
             return self._member(name, job, common, self._cores.of_process, start)
 
@@ -564,7 +564,7 @@ class LocalDeployment:
         check_links(graph)
         return link_templates(graph, await read_model(graph, {}), self._common)
 
-    def _link_member(self, name: str, template: LinkTemplate) -> Member:
+    def _link_member(self, name: str, template: LinkTemplate) -> ProcessMember:
         member = self._member(name, template.job, template.common, tuple, self._spares.start)
         member.on_window = lambda _window: None  # its region's planner counts what it serves
         member.on_ready = self.frontends.tell_failures
@@ -593,11 +593,11 @@ class LocalDeployment:
         self,
         name: str,
         job: Callable[[], Job],
-        common: Common,
+        common: ProcessSettings,
         cores: Callable[[], tuple[int, ...]],
         start: Start,
-    ) -> Member:
-        member = Member(
+    ) -> ProcessMember:
+        member = ProcessMember(
             name,
             lambda: Assignment(name=name, job=job(), common=common, cores=cores()),
             self.graph.supervision,

@@ -11,17 +11,17 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import ReplicaState
 from penstock.deploy.messages import (
     Assignment,
-    Beat,
     Closing,
     Drain,
     Failed,
     Health,
-    News,
     Observed,
-    Phase,
+    ProcessHeartbeat,
+    ProcessOrder,
     Ready,
     Report,
-    RoleChanged,
+    StartPhase,
+    WorkerRoleChanged,
 )
 from penstock.deploy.supervisor.child import describe_status
 from penstock.graph import Supervision
@@ -81,14 +81,14 @@ class Watchdog:
         self._quiet = 0  # ticks since its start, ready report or last heartbeat
         self._still = 0  # ticks in which its engine had requests and finished no step
         self._closing: int | None = None  # ticks since its engine began to close
-        self._beat = Beat()
+        self._beat = ProcessHeartbeat()
 
     def ready(self) -> None:
         """Note that the process is ready: heartbeats are required from now on."""
         self._is_ready = True
         self._quiet = self._still = 0
 
-    def beat(self, beat: Beat) -> None:
+    def beat(self, beat: ProcessHeartbeat) -> None:
         """Note a heartbeat and the engine's progress."""
         self._quiet = 0
         if beat.steps != self._beat.steps or not beat.has_requests:
@@ -162,7 +162,7 @@ class ChildProcess(Protocol):
     def pid(self) -> int: ...
     async def report(self) -> Report | None: ...
     async def wait(self) -> int: ...
-    def tell(self, news: News) -> None: ...
+    def tell(self, news: ProcessOrder) -> None: ...
     def signal(self, number: signal.Signals) -> None: ...
     def kill(self) -> None: ...
     def kill_at_once(self) -> None: ...
@@ -196,7 +196,7 @@ class _LastReport:
     failed: Failed | None = None
 
 
-class Member:
+class ProcessMember:
     """Keeps one process running until `stop`. One task runs it; other methods may be called on the same event loop."""
 
     def __init__(
@@ -233,7 +233,7 @@ class Member:
         """Called with (name, reason) when a process ends unasked."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when `phase`, `since` or `is_stopping` changes."""
-        self.on_role: Callable[[RoleChanged], None] = lambda _changed: None
+        self.on_role: Callable[[WorkerRoleChanged], None] = lambda _changed: None
         """Called when its worker has changed its role, or refuses to."""
         self.on_window: Callable[[Window], None] = lambda _window: None
         """Called with each window that its process sends."""
@@ -312,7 +312,7 @@ class Member:
             self._say(self.name, "failed", f"{ending.why}; starts again in {delay_s:.1f} s")
             await self._sleep(delay_s)
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: ProcessOrder) -> None:
         """Send a message to the running process, if any."""
         if self._child:
             self._child.tell(news)
@@ -393,7 +393,7 @@ class Member:
         """Handle the process's reports until the end of its socket."""
         while (report := await child.report()) is not None:
             match report:
-                case Beat():
+                case ProcessHeartbeat():
                     watchdog.beat(report)
                 case Ready(detail=detail, needs_prefill=needs_prefill, kv_tiers=kv_tiers):
                     self.needs_prefill = needs_prefill
@@ -411,13 +411,13 @@ class Member:
                 case Health(problem=problem):
                     self.problem = problem
                     self._say(self.name, "unhealthy" if problem else "ready", problem or "serves again")
-                case Phase(what=what):
+                case StartPhase(what=what):
                     if not self.has_failed:
                         self.phase = what
                         self.on_change()
                 case Observed(window=window):
                     self.on_window(window)
-                case RoleChanged():
+                case WorkerRoleChanged():
                     self.on_role(report)
                 case Closing():
                     watchdog.closing()

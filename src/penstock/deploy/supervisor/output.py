@@ -86,7 +86,7 @@ _UNREAD_BYTES_MAX = 1 << 20
 class _Pipe:
     """One output of one process."""
 
-    source: "Source"
+    source: "OutputSource"
     target: int
     rest: bytearray = field(default_factory=bytearray)
     """A line whose end has not come."""
@@ -95,7 +95,7 @@ class _Pipe:
 
 
 @dataclass(slots=True)
-class Source:
+class OutputSource:
     """A process that prints; `name` may change, as when a spare process becomes a worker."""
 
     name: str
@@ -156,9 +156,9 @@ class ProcessOutput:
         """Give a stream for this process's own log, whose lines go to stderr and are kept under the name."""
         return _Tee(self, name)
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> OutputSource:
         """Make the outputs of a process that is about to start; raises OSError where there are no descriptors left."""
-        source, ends = Source(name), []
+        source, ends = OutputSource(name), []
         try:
             for target in (STDOUT, STDERR):
                 reader, writer = os.pipe()

@@ -18,9 +18,9 @@ from penstock.deploy.hosts.host_link import HostLink
 from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
 from penstock.deploy.hosts.planner_server import PlannerServer
 from penstock.deploy.identity import location_here
-from penstock.deploy.messages import Common, Planned
-from penstock.deploy.supervisor.frontends import Frontends
-from penstock.deploy.supervisor.worker_pool import WorkerPool
+from penstock.deploy.messages import ProcessSettings, RoundCounts
+from penstock.deploy.supervisor.frontends import FrontendProcesses
+from penstock.deploy.supervisor.worker_pool import LocalWorkerPool
 from penstock.graph import Graph, RoleSpec, Slo
 from penstock.graph.capacities import is_predicted, make_capacity
 from penstock.planner.decide.capacity import Capacity
@@ -44,7 +44,7 @@ _NAME = "planner"
 class Planning:
     """A planner with its log and metrics. Its context ends the log."""
 
-    def __init__(self, log_path: Path, run: Run, *, say: Say, tell: Callable[[Planned], None]) -> None:
+    def __init__(self, log_path: Path, run: Run, *, say: Say, tell: Callable[[RoundCounts], None]) -> None:
         """Keep nothing yet; set `planner` before it runs.
 
         Args:
@@ -89,11 +89,11 @@ class Planning:
         lost, self._lost = self._log.lost - self._lost, self._log.lost
         record = self._record
         if error or record is None:
-            self._tell(Planned(outcome="failed", seconds=seconds, lost=lost))
+            self._tell(RoundCounts(outcome="failed", seconds=seconds, lost=lost))
             return
         seen = record.seen.roles
         self._tell(
-            Planned(
+            RoundCounts(
                 outcome=record.outcome,
                 seconds=seconds,
                 have=record.now,
@@ -119,7 +119,7 @@ def make_planning(
     model_dir: Path,
     log_path: Path,
     say: Say,
-    tell: Callable[[Planned], None],
+    tell: Callable[[RoundCounts], None],
 ) -> Planning | None:
     """Make the planner that the graph describes; None if it describes none.
 
@@ -220,7 +220,7 @@ class PlannerPlace:
 
     connector: ScalingConnector
     observations: ObservationStream
-    _frontends: Frontends
+    _frontends: FrontendProcesses
     _host: str = ""
     _server: PlannerServer | None = None
     _link: HostLink | None = None
@@ -242,7 +242,7 @@ class PlannerPlace:
         if self._server is not None:
             self.observations.forget(f"{process}@{self._host}")
 
-    def tell(self, planned: Planned) -> None:
+    def tell(self, planned: RoundCounts) -> None:
         """Send a round to one frontend, of this host if it has any."""
         if self._server is None:
             self._frontends.tell_planned(planned)
@@ -255,9 +255,9 @@ class PlannerPlace:
 @asynccontextmanager
 async def planner_place(
     graph: Graph,
-    common: Common,
-    pool: WorkerPool,
-    frontends: Frontends,
+    common: ProcessSettings,
+    pool: LocalWorkerPool,
+    frontends: FrontendProcesses,
     observations: ObservationStream,
     *,
     has_planner: bool,

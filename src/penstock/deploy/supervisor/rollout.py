@@ -17,7 +17,7 @@ from penstock.graph import RoleSpec
 BY = "penstock apply"
 
 
-class Pool(Protocol):
+class RolloutPool(Protocol):
     """Interface of `WorkerPool` that a rollout uses."""
 
     @property
@@ -53,7 +53,7 @@ class Rollout:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: RolloutPool,
         aims: Mapping[Role, Aim],
         *,
         is_revision: bool,

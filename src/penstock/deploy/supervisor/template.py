@@ -12,7 +12,7 @@ import msgspec
 from penstock.core.ids import new_worker_id
 from penstock.core.types.instances import ModelCard, Role
 from penstock.deploy.card import make_card, open_checkpoint
-from penstock.deploy.messages import Common, WorkerJob
+from penstock.deploy.messages import ProcessSettings, WorkerJob
 from penstock.deploy.supervisor.local_part import expect_same_blocks
 from penstock.deploy.supervisor.worker_pool import PoolWorker
 from penstock.engine.paged.model.checkpoint import Checkpoint
@@ -39,11 +39,13 @@ class WorkerTemplate:
     spec: RoleSpec
     card: ModelCard
     model_dir: str
-    common: Common
+    common: ProcessSettings
     key: str
 
     @classmethod
-    def of(cls, graph: Graph, spec: RoleSpec, *, card: ModelCard, model_dir: str, common: Common) -> Self:
+    def of(
+        cls, graph: Graph, spec: RoleSpec, *, card: ModelCard, model_dir: str, common: ProcessSettings
+    ) -> Self:
         """Make the template of a role of `graph`."""
         parts = (
             spec.model_dump_json(exclude=_NOT_OF_A_WORKER),
@@ -95,7 +97,7 @@ class OpenedModel:
         return msgspec.structs.replace(card, salt=own.salt)
 
     def templates(
-        self, graph: Graph, roles: Mapping[Role, RoleSpec], common: Common
+        self, graph: Graph, roles: Mapping[Role, RoleSpec], common: ProcessSettings
     ) -> dict[Role, WorkerTemplate]:
         """Make the templates of the roles."""
         return {

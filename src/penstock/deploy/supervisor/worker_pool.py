@@ -11,8 +11,8 @@ from penstock.core.errors import RequestError, Unavailable, from_info
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Replica, ReplicaState, Role, RoleLimit, Scale
 from penstock.deploy.control.messages import ProcessView
-from penstock.deploy.messages import ChangeRole, RoleChanged
-from penstock.deploy.supervisor.member import Member
+from penstock.deploy.messages import ChangeRole, WorkerRoleChanged
+from penstock.deploy.supervisor.member import ProcessMember
 from penstock.deploy.supervisor.resources import Devices, Ports, ProcessCores, computes_here, devices_of
 from penstock.deploy.supervisor.scale_file import KeptWorker, ScaleFile, declared_workers
 from penstock.engine.registry import engine_kind
@@ -39,7 +39,7 @@ class PoolWorker:
     """The role that it is to get; None while it does not change."""
     flips: set["asyncio.Future[None]"] = field(default_factory=set)
     """Callers that wait for the change of role."""
-    member: Member | None = None
+    member: ProcessMember | None = None
     template: str = ""
     """Key of the template by which its processes are started."""
 
@@ -48,7 +48,7 @@ class PoolWorker:
         return f"{WORKER_NAMES[self.home]}-{self.index + 1}"
 
     @property
-    def running(self) -> Member:
+    def running(self) -> ProcessMember:
         assert self.member is not None, "in the pool"
         return self.member
 
@@ -162,7 +162,7 @@ _ROLE_COMMAND = "penstock role"
 _log = get_logger()
 
 
-class Room:
+class WorkerCapacity:
     """Bounds of one machine's pool."""
 
     def __init__(
@@ -250,10 +250,10 @@ class Room:
         return None, ""
 
 
-class WorkerPool:
+class LocalWorkerPool:
     """A `seams.ScalingConnector` of the machine's own processes. One event loop owns it."""
 
-    def __init__(self, roles: Mapping[Role, RoleSpec], *, room: Room, drain_s: float) -> None:
+    def __init__(self, roles: Mapping[Role, RoleSpec], *, room: WorkerCapacity, drain_s: float) -> None:
         """Make an empty pool; `fill` and `start` begin.
 
         Args:
@@ -263,7 +263,7 @@ class WorkerPool:
         """
         self._roles = dict(roles)
         self._room = room
-        self._make: Callable[[PoolWorker], Member]
+        self._make: Callable[[PoolWorker], ProcessMember]
         self._file: ScaleFile | None = None
         self.drain_s = drain_s
         self._workers: list[PoolWorker] = []
@@ -286,7 +286,7 @@ class WorkerPool:
         return tuple(self._workers)
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[ProcessMember]:
         return [worker.running for worker in self._workers]
 
     def processes(self) -> Sequence[ProcessView]:
@@ -296,7 +296,7 @@ class WorkerPool:
 
     # -- life
 
-    def fill(self, make: Callable[[PoolWorker], Member], file: ScaleFile | None = None) -> str:
+    def fill(self, make: Callable[[PoolWorker], ProcessMember], file: ScaleFile | None = None) -> str:
         """Add the workers of the file, else those of the graph; returns what differs from the graph, to be printed.
 
         Args:
@@ -504,7 +504,7 @@ class WorkerPool:
         self._workers += added
         return added
 
-    def _hear(self, worker: PoolWorker, member: Member) -> None:
+    def _hear(self, worker: PoolWorker, member: ProcessMember) -> None:
         """Call the pool's methods at the member's changes, beside whatever else is called at them."""
         on_ready, on_failure = member.on_ready, member.on_failure
 
@@ -556,7 +556,7 @@ class WorkerPool:
     def _release(self, worker: PoolWorker) -> None:
         self._room.release(worker)
 
-    def _note_role(self, worker: PoolWorker, changed: RoleChanged) -> None:
+    def _note_role(self, worker: PoolWorker, changed: WorkerRoleChanged) -> None:
         """Handle a worker's answer to `ChangeRole`, or a change that somebody asked of the worker itself."""
         if changed.problem is not None:
             self._end_flip(worker, from_info(changed.problem))

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.load import WorkerLoad
-from penstock.deploy.messages import Beat, Drain, Failed, Phase, Report, cause_of, report_of
+from penstock.deploy.messages import Drain, Failed, ProcessHeartbeat, Report, StartPhase, cause_of, report_of
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.frontend_process import tracing
 from penstock.deploy.processes.worker_process import pulse
@@ -45,7 +45,7 @@ async def test_a_supervisor_that_does_not_read_stops_no_process_and_reads_all_la
     with ours, theirs:
         control = Control(theirs)
         ours.sendall(msgspec.json.encode(Drain(timeout_s=2.0)) + b"\n")
-        told = [Phase(what=str(number) * 40_000) for number in range(10)]
+        told = [StartPhase(what=str(number) * 40_000) for number in range(10)]
         heard = asyncio.Event()
         control.listen(gone=heard.set)
         control.on_drain = lambda _timeout_s: heard.set()
@@ -63,9 +63,9 @@ async def test_a_supervisor_that_does_not_read_stops_no_process_and_reads_all_la
 @pytest.mark.parametrize(
     ("load", "beat"),
     [
-        (WorkerLoad(steps=3), Beat(steps=3)),
-        (WorkerLoad(steps=3, running_requests=1), Beat(steps=3, has_requests=True)),
-        (WorkerLoad(steps=3, waiting_requests=1), Beat(steps=3, has_requests=True)),
+        (WorkerLoad(steps=3), ProcessHeartbeat(steps=3)),
+        (WorkerLoad(steps=3, running_requests=1), ProcessHeartbeat(steps=3, has_requests=True)),
+        (WorkerLoad(steps=3, waiting_requests=1), ProcessHeartbeat(steps=3, has_requests=True)),
     ],
 )
 def test_a_heartbeat_says_how_far_the_engine_is(load, beat):

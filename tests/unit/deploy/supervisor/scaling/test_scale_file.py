@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.core.types.instances import Role
-from penstock.deploy.control.hosted import Origin, unnamed_file
+from penstock.deploy.control.hosted import DeploymentOrigin, unnamed_file
 from penstock.deploy.supervisor.scale_file import KeptWorker, ScaleFile
 from penstock.graph import Graph
 
@@ -59,7 +59,7 @@ def test_graphs_without_a_name_do_not_take_each_others_scale(tmp_path):
 @pytest.mark.parametrize(("name", "file"), [({}, "/blue/graph.yaml"), ({"name": "default"}, "")])
 def test_only_a_graph_without_a_name_is_told_by_its_file(name, file):
     graph = Graph.model_validate({"model": "demo", **name})
-    assert unnamed_file(graph, Origin(file="/blue/graph.yaml")) == file
+    assert unnamed_file(graph, DeploymentOrigin(file="/blue/graph.yaml")) == file
     assert unnamed_file(graph, None) == ""
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.errors import ConfigError, RequestError, Unavailable
 from penstock.core.types.instances import ReplicaState, Role
-from penstock.deploy.messages import Failed, Phase, Ready, RoleChanged
+from penstock.deploy.messages import Failed, Ready, StartPhase, WorkerRoleChanged
 from penstock.deploy.supervisor.scale_file import ScaleFile
 from tests.support.scripted_pool import PoolScene, ScriptedProcess
 
@@ -31,7 +31,7 @@ async def test_a_start_is_seen_as_it_proceeds():
         scene.next = partial(ScriptedProcess, is_slow=True)
         (name,) = await pool.add(Role.AGGREGATED, by="test")
         await asyncio.sleep(1)
-        scene.processes[name].say(Phase(what="loads the engine"))
+        scene.processes[name].say(StartPhase(what="loads the engine"))
         await asyncio.sleep(1)
         replica = (await pool.scale()).replicas[1]
         assert (replica.state, replica.phase) == (ReplicaState.STARTING, "loads the engine")
@@ -100,7 +100,7 @@ async def test_a_flip_that_the_worker_refuses_changes_nothing():
     scene = PoolScene(PAIR)
     async with scene.running() as pool:
         refusal = RequestError("role prefill: transfers no KV", http_status=409)
-        scene.processes["decode-2"].refusal = RoleChanged(role=Role.DECODE, problem=refusal.to_info())
+        scene.processes["decode-2"].refusal = WorkerRoleChanged(role=Role.DECODE, problem=refusal.to_info())
         with pytest.raises(RequestError, match="transfers no KV"):
             await pool.flip("decode-2", Role.PREFILL, by="test")
         assert states(await pool.scale())["decode-2"] is ReplicaState.READY
@@ -123,7 +123,7 @@ async def test_a_change_of_role_that_somebody_else_asks_for_is_known():
     scene = PoolScene(PAIR)
     async with scene.running() as pool:
         before = (await pool.scale()).revision
-        scene.processes["decode-2"].say(RoleChanged(role=Role.PREFILL))
+        scene.processes["decode-2"].say(WorkerRoleChanged(role=Role.PREFILL))
         await asyncio.sleep(1)
         scale = await pool.scale()
         assert (scale.revision, scale.changed_by) == (before + 1, "penstock role")
