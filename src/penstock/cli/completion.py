@@ -20,8 +20,8 @@ _NAMES = {
 def add_completion(parser: Parser) -> None:
     """Add the arguments of `penstock completion`."""
     parser.description = (
-        'Print a completion script. bash: `eval "$(penstock completion bash)"`, in ~/.bashrc to keep it; zsh likewise; fish:'
-        " `penstock completion fish > ~/.config/fish/completions/penstock.fish`."
+        "Print a completion script. bash: `source <(penstock completion bash)`, in ~/.bashrc to keep it; zsh likewise;"
+        " fish: `penstock completion fish > ~/.config/fish/completions/penstock.fish`."
     )
     parser.add_argument("shell", choices=_SHELLS, help="the shell")
     parser.set_defaults(run=_run)
@@ -33,7 +33,10 @@ def _run(options: argparse.Namespace) -> int:
     parser = make_parser()
     for _ in loaded(parser):
         pass
-    print((_ZSH if options.shell == "zsh" else "") + shtab.complete(parser, options.shell))  # noqa: T201 - command output
+    script = shtab.complete(parser, options.shell)
+    if options.shell == "zsh":  # to be sourced, where shtab's end is for a file in fpath
+        script = _ZSH + script.partition("if [[ $zsh_eval_context")[0] + "compdef _shtab_penstock penstock\n"
+    print(script)  # noqa: T201 - command output
     return 0
 
 

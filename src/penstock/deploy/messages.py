@@ -212,7 +212,7 @@ class RoundCounts(Wire, frozen=True, tag="planned"):
 
 
 ProcessOrder = ProcessFailed | ChangeRole | RoundCounts | Drain
-"""What a supervisor tells a child after its assignment."""
+"""Messages from a supervisor to a child process, after the assignment."""
 Report = Ready | Failed | Health | Closing | ProcessHeartbeat | StartPhase | WorkerRoleChanged | Observed
 Tell = Callable[[Report], None]
 

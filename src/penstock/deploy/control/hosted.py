@@ -73,8 +73,16 @@ def unnamed_file(graph: "Graph", origin: DeploymentOrigin | None) -> str:
 
 
 def keep_record(directory: Path, record: DeploymentRecord) -> None:
-    """Write it; raises OSError."""
-    write_whole(directory / _NAME, msgspec.json.encode(record))
+    """Write a record for the commands of this host.
+
+    Raises:
+        ConfigError: the directory cannot be written, as on a full disk.
+    """
+    try:
+        write_whole(directory / _NAME, msgspec.json.encode(record))
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{directory}: cannot be written: {why}") from error
 
 
 def read_record(directory: Path) -> DeploymentRecord | None:

@@ -18,7 +18,7 @@ SOCKET_NAME = "control.sock"
 
 
 class RunningDeployment(Wire, frozen=True):
-    """Who answers: the graph's name, the frontends' URL and the supervisor's process.
+    """The deployment that answers: the graph's name, the frontends' URL and the supervisor's process.
 
     `planner_log` is the file of the planner's decisions; empty without a planner. `spans_hosts`: other hosts may run parts of it.
     """
@@ -161,7 +161,7 @@ ControlBody = GetScale | GetObservation | GetProcesses | GetRollout | Apply | Ad
 
 
 class ControlRequest(Wire, frozen=True):
-    """A request."""
+    """A request on the control socket."""
 
     version: int
     body: ControlBody

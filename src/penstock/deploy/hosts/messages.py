@@ -1,4 +1,4 @@
-"""Messages between the supervisor that has the planner and those of other hosts."""
+"""Messages between the supervisor that runs the planner and the supervisors of other hosts."""
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.framing import Challenge, FrameCodec, Goodbye, Ping, Pong
@@ -11,7 +11,7 @@ from penstock.runtime.observations import Window
 from penstock.runtime.session import SessionProtocol
 
 SILENT_S = 10.0
-"""A side that is silent for `SILENT_S` is lost; an order on what a host told longer ago is refused by it."""
+"""A side that is silent for `SILENT_S` is lost. A host refuses an order that rests on a state older than `SILENT_S`."""
 
 
 class HostState(Wire, frozen=True, tag="state"):
@@ -29,13 +29,13 @@ class HostState(Wire, frozen=True, tag="state"):
 
 
 class HostAdmitted(Wire, frozen=True, tag="taken"):
-    """Answers a host's first state; `error` says why it is not taken."""
+    """Answers a host's first state; `error` says why the planner refuses the host."""
 
     error: ErrorInfo | None = None
 
 
 class HostWindow(Wire, frozen=True, tag="seen"):
-    """A window of one of the host's processes."""
+    """What one process of the host observed in one window."""
 
     source: str
     window: Window
@@ -57,7 +57,7 @@ class Order(Wire, frozen=True, tag="order"):
 
 
 class OrderDone(Wire, frozen=True, tag="done"):
-    """Answers an order; `scale` is how the host is after it."""
+    """Answers an order; `scale` is the host's scale after the order."""
 
     number: int
     scale: Scale

@@ -184,7 +184,7 @@ _log = get_logger()
 
 
 class Applier:
-    """Keeps the graph of a deployment, and changes its workers to another. One event loop owns it.
+    """Keeps the graph of a deployment, and changes the workers to those of another graph. One event loop owns it.
 
     Attributes:
         graph: of the deployment now.
@@ -222,7 +222,7 @@ class Applier:
         self._make_links = make_links
         self._tell = say
         self._salts: dict[str, bytes] = {}
-        """Salt of block hashes by the key of a template, of those that workers have."""
+        """Salt of block hashes by template key, for the templates of running workers."""
         self._file: ScaleFile | None = None
         self._group: asyncio.TaskGroup | None = None
         self._task: asyncio.Task[None] | None = None
@@ -236,7 +236,7 @@ class Applier:
         self._group, self._file = group, file
 
     def close(self) -> None:
-        """Accept no more changes, and end the one that is under way where it is."""
+        """Accept no more changes, and stop the rollout under way at its current step."""
         self._group = None
         if self._task is not None:
             self._task.cancel()
@@ -423,7 +423,7 @@ class Applier:
             self._end(error)
 
     async def _outcome(self, rollout: Rollout) -> PenstockError | None:
-        """Run a rollout; whatever fails in it must not end the deployment."""
+        """Run a rollout. No failure of a rollout ends the deployment."""
         try:
             await rollout.run()
         except PenstockError as error:

@@ -51,7 +51,7 @@ class FollowerHost:
         """
         self.graph = graph
         self.output = ProcessOutput()
-        """What the process prints."""
+        """Output of the follower's process."""
         self._role, self._rank = role, rank
         self._origin, self._log_level = origin, log_level
         self._on_state = say
@@ -129,7 +129,7 @@ class FollowerHost:
                 raise cause_of(errors) from None
 
     def _keep_record(self, directory: Path, follows: str) -> None:
-        """Write what commands need to know of this node, and begin its log; raises ConfigError where the disk is full."""
+        """Write the record by which commands find this node, and begin its log; raises ConfigError if the disk is full."""
         self.output.log = LogFile(directory / OUTPUT_LOG)
         record = DeploymentRecord(
             name=self.graph.name,
@@ -140,12 +140,7 @@ class FollowerHost:
             origin=self._origin,
             follows=follows,
         )
-        try:
-            keep_record(directory, record)
-        except OSError as error:
-            raise ConfigError(
-                f"{directory}: cannot be written: {(error.strerror or str(error)).lower()}"
-            ) from error
+        keep_record(directory, record)
 
     def _say(self, name: str, state: str, detail: str) -> None:
         self.output.note(name, f"{state:<9} {detail}".rstrip())

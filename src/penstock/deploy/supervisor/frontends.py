@@ -95,10 +95,10 @@ class FrontendProcesses:
     """The frontends. One event loop owns it."""
 
     def __init__(self, count: int) -> None:
-        """Have so many, once `fill` has made them; 0 where another host has the frontends."""
+        """Make no process yet: `fill` makes `count` of them, 0 where another host has the frontends."""
         self.members: list[ProcessMember] = []
         self.is_open = False
-        """Whether the deployment has started: from then on a config error of one ends it only where no other serves."""
+        """Whether the deployment has started. Before, a config error of one frontend ends the deployment; afterwards only if no other frontend serves."""
         self.count = count
         self._tasks: list[asyncio.Task[None]] = []
         self._unsent_failures: Counter[tuple[str, str]] = Counter()
@@ -141,7 +141,7 @@ class FrontendProcesses:
         self.is_open = True
 
     async def drain(self, patience_s: float) -> None:
-        """Have them take no new request and finish their streams; those that take longer are killed."""
+        """Let the frontends finish their streams and take no new request; after `patience_s` kill them."""
         for member in self.members:
             member.stop()
         if self._tasks:
@@ -160,7 +160,7 @@ class FrontendProcesses:
         ]
 
     def ready(self) -> tuple[str, ...]:
-        """Name those that are ready."""
+        """Name the frontends that are ready."""
         return tuple(member.name for member in self.members if member.ready.is_set())
 
     def note_failure(self, name: str, reason: str) -> None:
@@ -176,7 +176,7 @@ class FrontendProcesses:
             self._unsent_failures.clear()
 
     def tell_planned(self, planned: RoundCounts) -> None:
-        """Send a round of the planner to one frontend; a round that none can take is not counted."""
+        """Send a planner's round to one frontend; without a ready frontend the round is not counted."""
         if (frontend := self._any_ready()) is not None:
             frontend.tell(planned)
 

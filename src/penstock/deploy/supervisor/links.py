@@ -24,7 +24,7 @@ _KEY_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class LinkTemplate:
-    """What a link is started with. Links whose templates have equal keys need not replace each other."""
+    """What a link is started with. A link is replaced only by one whose template has another key."""
 
     region: str
     card: ModelCard
@@ -68,10 +68,10 @@ class _Link:
 
 
 class Links:
-    """The links of this host. One event loop owns it. A region that cannot be reached ends nothing: its link tries again."""
+    """The links of this host. One event loop owns it. A link to a region that cannot be reached tries again, and ends nothing."""
 
     def __init__(self, make: MakeLink) -> None:
-        """Have none, until `change` is told of some; `make` makes the member of one."""
+        """Have no links until `change`; `make` makes the process member of a link."""
         self._make = make
         self._links: dict[str, _Link] = {}
         self._leaving: set[_Link] = set()
@@ -88,7 +88,7 @@ class Links:
             self._run(link)
 
     def change(self, templates: Mapping[str, LinkTemplate]) -> None:
-        """Have the links of these regions alone: others drain, and those with another template are replaced."""
+        """Start the links of these regions, replace links whose template has another key, and drain the links of other regions."""
         for region, link in tuple(self._links.items()):
             wanted = templates.get(region)
             if wanted is None or wanted.key != link.template.key:
@@ -101,7 +101,7 @@ class Links:
                     self._run(link)
 
     async def drain(self, patience_s: float) -> None:
-        """Have them finish their requests; those that take longer are killed."""
+        """Let the links finish their requests; after `patience_s` kill them."""
         for region in tuple(self._links):
             self._let_go(region)
         tasks = [link.task for link in self._leaving if link.task is not None]

@@ -279,7 +279,7 @@ class LocalDeployment:
         self.admin_token = ""
         """Token of `/admin`, once entered."""
         self.hub: LocalHub | None = None
-        """The registry, once entered; None where another host has it."""
+        """The registry, once entered; None if another host runs the registry."""
         self._log_level = log_level
         self._origin = origin
         self.output = ProcessOutput()
@@ -307,7 +307,7 @@ class LocalDeployment:
             make_links=self._link_templates,
             say=self._say,
         )
-        """Changes them to those of another graph."""
+        """Changes the workers and links to those of another graph."""
         self.observations = ObservationStream()
         """What frontends and workers see, by windows of a second."""
         self._guard = GroupGuard()
@@ -485,12 +485,7 @@ class LocalDeployment:
             url=self.url,
             certificate="" if tls is None or not self.url else str(Path(tls.certificate).resolve()),
         )
-        try:
-            keep_record(runtime, record)
-        except OSError as error:
-            raise ConfigError(
-                f"{runtime}: cannot be written: {(error.strerror or str(error)).lower()}"
-            ) from error
+        keep_record(runtime, record)
         return directory
 
     async def _answer_probes(self, stack: AsyncExitStack) -> None:

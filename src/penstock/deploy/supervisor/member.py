@@ -35,7 +35,7 @@ class Backoff:
         self._settings = settings
         self._failures = 0
         self.failed_starts = 0
-        """Consecutive starts that never got ready."""
+        """Consecutive starts in which the process never became ready."""
 
     def delay_s(self, served_s: float | None) -> float:
         """Count a failure and return the seconds to wait.
@@ -222,7 +222,7 @@ class ProcessMember:
         self.waits_outside = False
         """Whether its last process ended for want of something outside of the deployment, such as a running server."""
         self.has_wrong_server = False
-        """Whether that is there, and is another than this deployment needs."""
+        """Whether a server outside this deployment answers, and is not the one that the process needs."""
         self.may_give_up: Callable[[], bool] = lambda: True
         """Called after too many failed starts; False (keep trying) while the deployment serves without this member."""
         self.may_refuse: Callable[[], bool] = lambda: True
@@ -242,7 +242,7 @@ class ProcessMember:
         self.phase = "starts a process"
         """What a process that is not ready does, or why the last one ended."""
         self.since: float | None = None
-        """Loop time of the start of its process or, once that is ready, of this; None before the first start."""
+        """Loop time at which the running process became ready or, before that, was started; None before the first start."""
         self.start_s: float | None = None
         """Seconds that its last start took."""
         self.needs_prefill = False
@@ -250,7 +250,7 @@ class ProcessMember:
         self.has_failed = False
         """Whether its last process ended unasked and no later one is ready."""
         self.failed_starts = 0
-        """Consecutive starts that never got ready."""
+        """Consecutive starts in which the process never became ready."""
         self.has_wrong_config = False
         """Whether its last process ended as another one would, by a wrong setting."""
         self._assign = assign
@@ -318,7 +318,7 @@ class ProcessMember:
             self._child.tell(news)
 
     def stop(self, drain_s: float | None = None) -> None:
-        """Drain and end the process; it is not restarted. A worker's requests may take `drain_s`; None is what it was started with."""
+        """Drain and end the process for good. A worker's requests may take `drain_s`; None for the drain timeout that it was started with."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._note(_DRAINS if self.ready.is_set() else "stops")

@@ -91,7 +91,7 @@ class _Pipe:
     rest: bytearray = field(default_factory=bytearray)
     """A line whose end has not come."""
     held: bytearray = field(default_factory=bytearray)
-    """What of it was not passed on yet, so that lines of two processes do not mix."""
+    """Bytes that were not passed on yet, so that lines of two processes do not mix."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class ProcessOutput:
     """The outputs of a deployment's processes, within its context."""
 
     def __init__(self) -> None:
-        """Keep no lines yet; `log` is set once it is known where."""
+        """Keep no lines until `log` is set."""
         self.log: LogFile | None = None
         self._selector = selectors.DefaultSelector()
         self._wake: int = -1
@@ -243,7 +243,7 @@ class ProcessOutput:
         os.close(descriptor)
 
     def _keep(self, pipe: _Pipe, lines: list[bytes]) -> None:
-        """Keep lines; of a progress bar, which overwrites its line, what it showed last."""
+        """Keep lines. A progress bar overwrites its line: only its last text is kept."""
         if self.log is not None and lines:
             shown = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)
             self.log.write(pipe.source.name, [line.decode(errors="replace") for line in shown])
@@ -269,60 +269,8 @@ def _now_s() -> float:
     return time.monotonic()  # noqa: TID251 - a thread has no loop
 
 
-class _Printer:
-    """Writes to one descriptor from a thread of its own. While the reader stands still it keeps up to 1 MiB, and drops what is more."""
-
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self._parts: deque[bytes] = deque()
-        self._num_bytes = 0
-        self._num_dropped = 0
-        self._is_closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="printer", daemon=True)
-        self._thread.start()
-
-    def put(self, data: bytes) -> None:
-        """Print, now or once the reader takes what came before; never waits."""
-        with self._changed:
-            is_full = self._num_bytes + len(data) > _UNREAD_BYTES_MAX
-            if is_full or (self._num_dropped and self._parts):  # until the reader goes on: one gap, not many
-                self._num_dropped += data.count(b"\n")
-                return
-            if self._num_dropped:
-                data = (
-                    b"penstock: %d lines are not shown here: nothing read this output; `penstock logs` has them\n%b"
-                    % (
-                        self._num_dropped,
-                        data,
-                    )
-                )
-                self._num_dropped = 0
-            self._parts.append(data)
-            self._num_bytes += len(data)
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Print what is left; a reader that stands still has a second for it."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        self._thread.join(_LAST_S)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._parts or self._is_closed)
-                if not self._parts:
-                    return
-                data = b"".join(self._parts)
-                self._parts.clear()
-                self._num_bytes = 0
-            _write(self._target, data)
-
-
-def _write(target: int, data: bytes) -> None:
-    """Write to this process's own output; nothing where that is closed."""
+def _pass_on(target: int, data: bytes) -> None:
+    """Write to this process's own output, unless the output is closed."""
     view = memoryview(data)
     with contextlib.suppress(OSError):
         while view:

@@ -72,7 +72,7 @@ class Planning:
         self._log.close()
 
     async def run(self) -> None:
-        """Decide until it is cancelled."""
+        """Run the planner until cancelled."""
         await self.planner.run()
 
     def take(self, record: DecisionRecord) -> None:
@@ -121,7 +121,7 @@ def make_planning(
     say: Say,
     tell: Callable[[RoundCounts], None],
 ) -> Planning | None:
-    """Make the planner that the graph describes; None if it describes none.
+    """Make the planner that the graph describes; None without a planner in the graph.
 
     Args:
         graph: the deployment.

@@ -72,7 +72,7 @@ class Devices:
         return f"{wanted} of this machine's {self._count}; taken: {held or 'none'}; retire a worker first"
 
     def check(self) -> None:
-        """Raise AssertionError if a GPU is given that the machine has not."""
+        """Raise AssertionError if a worker has a GPU that the machine does not have."""
         assert self._count is None or all(0 <= device < self._count for device in self._owners)
         assert all(count > 0 for count in Counter(self._owners.values()).values())
 

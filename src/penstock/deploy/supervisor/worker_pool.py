@@ -163,7 +163,7 @@ _log = get_logger()
 
 
 class WorkerCapacity:
-    """Bounds of one machine's pool."""
+    """How many more workers of each role one machine can hold, and the GPUs, cores and ports that workers have."""
 
     def __init__(
         self, devices: Devices, cores: ProcessCores, workers_max: int, ports: Ports | None = None
