@@ -20,7 +20,7 @@ from penstock.runtime.observations import RequestWindow, WorkerWindow
 from penstock.sim.loop.loop import run_virtual
 from tests.support.planner_world import digest
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 GRAPH = {
     "model": "demo",
     "roles": {"aggregated": {"engine": "mock", "max_running_requests": 16}},
