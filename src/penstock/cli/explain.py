@@ -15,7 +15,7 @@ from penstock.cli.text import columns
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.events import Tier
 from penstock.deploy.control.local_connector import FrontendAddress
-from penstock.frontend.openai.explaining import LATEST_DEFAULT, LATEST_MAX
+from penstock.frontend.http.admin import LATEST_DEFAULT, LATEST_MAX
 from penstock.router.explain.explanation import Candidate, Explanation, Prefill
 from penstock.router.explain.replay import Replay, Replayed
 

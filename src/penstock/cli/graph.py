@@ -31,8 +31,8 @@ from penstock.deploy.supervisor.worker_pool import PoolWorker, WorkerCapacity
 from penstock.engine.launch_host import SymbolicHost
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch
-from penstock.frontend.limits.certificate import ServerTls
-from penstock.frontend.tenants.key_file import read_tenants
+from penstock.frontend.http.server import ServerTls
+from penstock.frontend.limits.keys import read_tenants
 from penstock.graph import DEMO_MODEL, Graph, Overrides, load
 from penstock.graph.partners import check_counts, say_empty, say_small_kv
 from penstock.runtime.tls import PlaneTls

@@ -3,7 +3,7 @@
 import argparse
 
 from penstock.cli.parser import Parser
-from penstock.frontend.tenants.api_key import hash_of, new_key
+from penstock.frontend.limits.keys import hash_of, new_key
 
 
 def add_key(parser: Parser) -> None:

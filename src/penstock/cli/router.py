@@ -24,14 +24,13 @@ from penstock.deploy.identity import location_here
 from penstock.deploy.processes.watched_server import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.paged.model.checkpoint import Checkpoint
-from penstock.frontend.endpoint_picker.config import EndpointPickerConfig
-from penstock.frontend.endpoint_picker.picker import Picker
+from penstock.frontend.config import EndpointPickerConfig
+from penstock.frontend.endpoint_picker.exchange import EndpointPicker
 from penstock.frontend.endpoint_picker.pool import PoolServers
-from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
-from penstock.frontend.limits.access import Access
-from penstock.frontend.limits.receive_budget import ReceiveBudget
-from penstock.frontend.requests.route.model import RouteModel
-from penstock.frontend.tenants.tenants import Tenants
+from penstock.frontend.http.router import RoutingHttpConfig, RoutingServer
+from penstock.frontend.limits.admission import ReceiveBudget
+from penstock.frontend.limits.tenants import ApiAccess, TenantKeys
+from penstock.frontend.route_query import RouteModel
 from penstock.graph import Overrides
 from penstock.router.config import DisaggConfig
 from penstock.router.service.routing_service import RoutingService
@@ -174,8 +173,8 @@ async def _serve(config: RouterCommandConfig) -> None:
         _watching(service, config) as model,
         asyncio.TaskGroup() as group,
     ):
-        tenants = Tenants.read(config.api_key_file)
-        server = RoutingServer(service, config, registry, Access(tenants=tenants), model=model)
+        tenants = TenantKeys.read(config.api_key_file)
+        server = RoutingServer(service, config, registry, ApiAccess(tenants=tenants), model=model)
         host, port = await server.start()
         watching = group.create_task(tenants.watch())
         if not tenants.ask_for_keys and not Address(host=host).is_local:
@@ -217,7 +216,7 @@ async def _picking(
         raise ConfigError(
             f"endpoint_picker: {error.name} is not installed: pip install 'penstock-llm[gateway]'"
         ) from error
-    picker = Picker(
+    picker = EndpointPicker(
         service, model, body_bytes_max=config.body_bytes_max, body_timeout_s=settings.body_timeout_s
     )
     server = EndpointPickerServer(picker, settings, budget)

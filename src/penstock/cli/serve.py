@@ -27,7 +27,7 @@ from penstock.deploy.state import admin_token_path
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.deploy.supervisor.local_part import LocalPart
 from penstock.engine.registry import check_engine_name
-from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
+from penstock.frontend.limits.keys import API_KEY_VARIABLE
 from penstock.graph import DEMO_MODEL, Graph, Overrides, build, load
 
 _DEMO_WORKERS = 2  # to show routing

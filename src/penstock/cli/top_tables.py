@@ -10,9 +10,9 @@ import msgspec
 
 from penstock.cli.text import columns, line, seconds
 from penstock.core.errors import ConfigError
-from penstock.frontend.tenants.usage import TenantUse
+from penstock.frontend.limits.tenants import TenantUse
 from penstock.frontend.watch.overview import Percentiles
-from penstock.frontend.watch.snapshot import RegionRow, Snapshot, TierRow, WorkerRow
+from penstock.frontend.watch.snapshot import PageSnapshot, RegionRow, TierRow, WorkerRow
 from penstock.router.dispatch.journeys import Journey, Part
 from penstock.router.explain.explanation import Candidate, Explanation
 from penstock.router.workers.member import Condition
@@ -22,7 +22,7 @@ from penstock.router.workers.member import Condition
 class TopSnapshot:
     """A snapshot with the latest requests, and the latest decisions oldest first."""
 
-    snapshot: Snapshot
+    snapshot: PageSnapshot
     requests: list[Journey]
     decisions: list[Explanation]
 
@@ -30,7 +30,7 @@ class TopSnapshot:
     def read(cls, body: bytes) -> "TopSnapshot":
         """Decode a snapshot; raises ConfigError for another body."""
         try:
-            snapshot = msgspec.json.decode(body, type=Snapshot)
+            snapshot = msgspec.json.decode(body, type=PageSnapshot)
             return cls(
                 snapshot,
                 msgspec.convert(snapshot.requests, list[Journey]),
@@ -360,7 +360,7 @@ def figures(seen: TopSnapshot) -> str:
     return "   ".join(_figures(snapshot)) + "\n" + _origins(snapshot)
 
 
-def _figures(snapshot: Snapshot) -> Iterator[str]:
+def _figures(snapshot: PageSnapshot) -> Iterator[str]:
     seen = snapshot.overview
     if seen is not None:
         yield f"{seen.arrivals_per_s:.2f} requests/s"
@@ -380,7 +380,7 @@ def _latency(name: str, seen: Percentiles | None) -> str:
     return f"{name} {seconds(seen.p50)} p90 {seconds(seen.p90)} p99 {seconds(seen.p99)}"
 
 
-def _origins(snapshot: Snapshot) -> str:
+def _origins(snapshot: PageSnapshot) -> str:
     """Say where the prompt tokens of the listed workers came from, since they started."""
     counts: dict[str, int] = {}
     for worker in snapshot.workers:

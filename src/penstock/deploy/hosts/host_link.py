@@ -17,12 +17,12 @@ from penstock.deploy.hosts.messages import (
     PROTOCOL,
     SILENT_S,
     HostAdmitted,
+    HostRound,
     HostState,
     HostWindow,
     Message,
     Order,
     OrderDone,
-    PlannerRound,
 )
 from penstock.deploy.messages import RoundCounts
 from penstock.runtime.handshake import Identity
@@ -174,7 +174,7 @@ class _Session(ClientSession[Message]):
                 order = self._group.create_task(self._obey(message), name="order")
                 self._orders.add(order)
                 order.add_done_callback(self._orders.discard)
-            case PlannerRound(planned=planned) if self._taken.done():
+            case HostRound(planned=planned) if self._taken.done():
                 self._link.tell(planned)
             case _:
                 raise ProtocolError(

@@ -65,14 +65,14 @@ class OrderDone(Wire, frozen=True, tag="done"):
     error: ErrorInfo | None = None
 
 
-class PlannerRound(Wire, frozen=True, tag="round"):
+class HostRound(Wire, frozen=True, tag="round"):
     """A round of the planner, for the metrics of a frontend."""
 
     planned: RoundCounts
 
 
 Message = (
-    Challenge | Hello | HelloReply | HostAdmitted | HostState | HostWindow | Order | OrderDone | PlannerRound
+    Challenge | Hello | HelloReply | HostAdmitted | HostState | HostWindow | Order | OrderDone | HostRound
     | Ping | Pong | Goodbye
 )  # fmt: skip
 

@@ -18,12 +18,12 @@ from penstock.deploy.hosts.connector import Hosts
 from penstock.deploy.hosts.messages import (
     PROTOCOL,
     HostAdmitted,
+    HostRound,
     HostState,
     HostWindow,
     Message,
     Order,
     OrderDone,
-    PlannerRound,
 )
 from penstock.deploy.messages import RoundCounts
 from penstock.planner.observe.stream import ObservationStream
@@ -205,7 +205,7 @@ class LinkedHost:
 
     def tell(self, planned: RoundCounts) -> None:
         if self._channel.writable:
-            self._channel.send(PlannerRound(planned=planned))
+            self._channel.send(HostRound(planned=planned))
 
     def answer(self, done: OrderDone) -> None:
         """Take the answer to an order."""

@@ -27,7 +27,7 @@ from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from penstock.deploy.supervisor.local_part import PLANNER
 from penstock.deploy.supervisor.resources import devices_of
 from penstock.engine.registry import engine_kind
-from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
+from penstock.frontend.limits.keys import API_KEY_VARIABLE
 from penstock.graph import RoleSpec
 from penstock.perf.model.hardware import find_hardware
 from penstock.runtime.credentials import EVENTS_VARIABLE, REGISTRY_VARIABLE

@@ -20,6 +20,7 @@ from penstock.deploy.messages import Assignment, FrontendJob, Ready, RoundCounts
 from penstock.deploy.planes import Planes
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.supervisor_client import SupervisorClient
+from penstock.frontend.apis.responses_store import SharedResponses
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
 from penstock.frontend.limits.tenants import ApiAccess, TenantKeys, share_limits

@@ -7,7 +7,14 @@ from pathlib import Path
 
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME
-from penstock.frontend.watch.overview import Overview, Percentiles, RoleTerm, Round, Speed, Target
+from penstock.frontend.watch.overview import (
+    LatencyTarget,
+    Overview,
+    Percentiles,
+    PlannerRound,
+    RoleTermView,
+    WorkerSpeed,
+)
 from penstock.graph.graph import Slo
 from penstock.planner.explain import entries
 from penstock.planner.observe.observation import Observation, WorkerView
