@@ -14,7 +14,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from penstock.cli.parser import Parser, add_log_level, add_set, add_urls, url_settings
-from penstock.cli.serve import say
+from penstock.cli.serve import state_line
 from penstock.core import log
 from penstock.core.config import wrong
 from penstock.core.errors import ConfigError
@@ -22,6 +22,7 @@ from penstock.core.listening import Address
 from penstock.core.types.instances import Role
 from penstock.deploy.identity import location_here
 from penstock.deploy.processes.watched_server import WatchedServers
+from penstock.deploy.supervisor.output import ProcessOutput
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.frontend.config import EndpointPickerConfig
@@ -150,13 +151,21 @@ class RouterCommandConfig(RoutingHttpConfig):
         return self
 
 
-def run_router(config: RouterCommandConfig) -> None:
+_OUTPUT = ProcessOutput()
+
+
+def _say(name: str, state: str, detail: str = "") -> None:
+    _OUTPUT.print(state_line(name, state, detail))
+
+
+def run_router(config: RouterCommandConfig, *, log_level: str) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
         ConfigError: the address cannot be listened on, or the model of the running servers cannot be read.
     """
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    log.configure(log_level, process="router", stream=_OUTPUT.tee("router"))
+    with _OUTPUT, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config))
 
 
@@ -178,13 +187,13 @@ async def _serve(config: RouterCommandConfig) -> None:
         host, port = await server.start()
         watching = group.create_task(tenants.watch())
         if not tenants.ask_for_keys and not Address(host=host).is_local:
-            say(
+            _say(
                 "router",
                 "warning",
                 f"{host} port {port} answers whoever reaches it: no API key is set; give --api-key-file or PENSTOCK_API_KEY",
             )
         try:
-            say(
+            _say(
                 "router",
                 "ready",
                 f"http://{host}:{port}  policy {config.service.router.policy}  Ctrl-C stops",
@@ -194,7 +203,7 @@ async def _serve(config: RouterCommandConfig) -> None:
         finally:
             watching.cancel()
             await server.close()
-    say("router", "stopped")
+    _say("router", "stopped")
 
 
 @asynccontextmanager
@@ -221,7 +230,7 @@ async def _picking(
     )
     server = EndpointPickerServer(picker, settings, budget)
     host, port = await server.start()
-    say(
+    _say(
         "router",
         "picking",
         f"endpoints for Envoy at {host}:{port}{'' if settings.tls is None else ', with TLS'}",
@@ -244,7 +253,7 @@ async def _watching(service: RoutingService, config: RouterCommandConfig) -> Asy
     async with AsyncExitStack() as stack:
         if config.pool is None:
             running = WatchedServers(
-                service, config.roles, model=model, model_dir=model_dir, adapters=config.adapters, say=say
+                service, config.roles, model=model, model_dir=model_dir, adapters=config.adapters, say=_say
             ).run()
         else:
             client = await stack.enter_async_context(

@@ -3,10 +3,9 @@
 import argparse
 import asyncio
 import json
-import os
 import shlex
 import signal
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -380,8 +379,11 @@ def serve(
 async def _serve(
     graph: Graph, *, log_level: str, first_chat: bool, origin: DeploymentOrigin, part: LocalPart | None
 ) -> None:
+    def say(name: str, state: str, detail: str = "") -> None:
+        deployment.output.print(state_line(name, state, detail))
+
     deployment = LocalDeployment(graph, log_level=log_level, say=say, part=part, origin=origin)
-    log.configure(log_level, process=_SUPERVISOR, stream=deployment.output.tee(_SUPERVISOR, sys.stderr))
+    log.configure(log_level, process=_SUPERVISOR, stream=deployment.output.tee(_SUPERVISOR))
     stopping = _Stopping(deployment)
     try:
         async with deployment:
@@ -424,14 +426,14 @@ async def _chat_until(requested: asyncio.Event, deployment: LocalDeployment, to_
     """Send the first chat, where a key and trust in the certificate are not asked for; a signal cancels it."""
     has_no_key = to_try.asks_key and not to_try.has_key  # the file has hashes only
     if not has_no_key and to_try.certificate is None:
-        chat = chat_once(to_try.url, to_try.model, deployment.api_key)
+        chat = chat_once(to_try.url, to_try.model, deployment.api_key, write=deployment.output.print)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(chat), group.create_task(requested.wait())]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()
     if not requested.is_set():
-        print(to_try.more(), flush=True)  # noqa: T201 - command output
+        deployment.output.print(f"{to_try.more()}\n")
 
 
 class _Stopping:
@@ -453,24 +455,23 @@ class _Stopping:
             self._task.cancel()
 
 
-def say(name: str, state: str, detail: str = "") -> None:
-    """Print one change of state; a closed stdout is ignored."""
-    try:
-        print(f"{name:<11} {state:<9} {detail}".rstrip(), flush=True)  # noqa: T201 - command output
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def state_line(name: str, state: str, detail: str = "") -> str:
+    """Give the line that tells one change of state."""
+    return f"{name:<11} {state:<9} {detail}".rstrip() + "\n"
 
 
 QUESTION = "What is Penstock?"
 _TIMEOUT_S = 120.0
 
 
-async def chat_once(url: str, model: str, api_key: str | None = None) -> None:
-    """Send one question, and print the answer as it streams.
+async def chat_once(
+    url: str, model: str, api_key: str | None = None, *, write: Callable[[str], None]
+) -> None:
+    """Send one question, and `write` the answer as it streams.
 
-    A failure is printed, not raised: the deployment keeps running.
+    A failure is written, not raised: the deployment keeps running.
     """
-    print(f"\nyou> {QUESTION}\n{model}> ", end="", flush=True)  # noqa: T201 - command output
+    write(f"\nyou> {QUESTION}\n{model}> ")
     body = {
         "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
@@ -485,10 +486,10 @@ async def chat_once(url: str, model: str, api_key: str | None = None) -> None:
             session.post(f"{url}/v1/chat/completions", json=body) as response,
         ):
             async for line in response.content:
-                print(_text_of(line), end="", flush=True)  # noqa: T201
+                write(_text_of(line))
     except (aiohttp.ClientError, TimeoutError) as error:
-        print(f"(no answer: {error or type(error).__name__})", end="")  # noqa: T201
-    print(flush=True)  # noqa: T201
+        write(f"(no answer: {error or type(error).__name__})")
+    write("\n")
 
 
 def _text_of(line: bytes) -> str:

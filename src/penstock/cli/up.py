@@ -3,13 +3,12 @@
 import argparse
 import asyncio
 import signal
-import sys
 from pathlib import Path
 
 import uvloop
 
 from penstock.cli.parser import Parser, add_log_level, add_set
-from penstock.cli.serve import say, serve
+from penstock.cli.serve import serve, state_line
 from penstock.core import log
 from penstock.core.native import warn_if_disabled
 from penstock.core.types.instances import Role
@@ -95,8 +94,11 @@ def follow(graph: Graph, part: LocalPart, rank: int, *, origin: DeploymentOrigin
 
 
 async def _follow(graph: Graph, role: Role, rank: int, origin: DeploymentOrigin, log_level: str) -> None:
+    def say(name: str, state: str, detail: str = "") -> None:
+        host.output.print(state_line(name, state, detail))
+
     host = FollowerHost(graph, role, rank, origin=origin, log_level=log_level, say=say)
-    log.configure(log_level, process=_SUPERVISOR, stream=host.output.tee(_SUPERVISOR, sys.stderr))
+    log.configure(log_level, process=_SUPERVISOR, stream=host.output.tee(_SUPERVISOR))
     requested, task = asyncio.Event(), asyncio.current_task()
     has_started = False
 

@@ -1,4 +1,8 @@
-"""What the processes of a deployment print: on the terminal, and in a log file that is renamed when it is full."""
+"""What the processes of a deployment print: in a log file that is renamed when it is full, and on the terminal.
+
+A reader of this process's output that stands still, such as a stopped terminal, loses lines. Neither a child nor the supervisor's event
+loop waits for the reader. The log has all lines.
+"""
 
 import contextlib
 import io
@@ -269,8 +273,60 @@ def _now_s() -> float:
     return time.monotonic()  # noqa: TID251 - a thread has no loop
 
 
-def _pass_on(target: int, data: bytes) -> None:
-    """Write to this process's own output, unless the output is closed."""
+class _Printer:
+    """Writes to one descriptor from a thread of its own. While the reader stands still it keeps up to 1 MiB, and drops what is more."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._parts: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._num_dropped = 0
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="printer", daemon=True)
+        self._thread.start()
+
+    def put(self, data: bytes) -> None:
+        """Print, now or once the reader takes what came before; never waits."""
+        with self._changed:
+            is_full = self._num_bytes + len(data) > _UNREAD_BYTES_MAX
+            if is_full or (self._num_dropped and self._parts):  # until the reader goes on: one gap, not many
+                self._num_dropped += data.count(b"\n")
+                return
+            if self._num_dropped:
+                data = (
+                    b"penstock: %d lines are not shown here: nothing read this output; `penstock logs` has them\n%b"
+                    % (
+                        self._num_dropped,
+                        data,
+                    )
+                )
+                self._num_dropped = 0
+            self._parts.append(data)
+            self._num_bytes += len(data)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Print what is left; a reader that stands still has a second for it."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(_LAST_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._parts or self._is_closed)
+                if not self._parts:
+                    return
+                data = b"".join(self._parts)
+                self._parts.clear()
+                self._num_bytes = 0
+            _write(self._target, data)
+
+
+def _write(target: int, data: bytes) -> None:
+    """Write to this process's own output; nothing where that is closed."""
     view = memoryview(data)
     with contextlib.suppress(OSError):
         while view:
