@@ -1,6 +1,6 @@
 // CRC-32C (Castagnoli), as in iSCSI, ext4 and NVMe: it detects every change of up to 32 bits in a row.
 //
-// The oracle is the Python reference in src/penstock/transfer/regions/checksum.py.
+// The oracle is the Python reference in src/penstock/transfer/regions/ranges.py.
 
 #pragma once
 

@@ -4,7 +4,7 @@
 // of one class of the reuse table share a segment, in which the longest unused block comes first; only the heads of the
 // segments are compared.
 //
-// The oracle is src/penstock/kv/pool/eviction.py: equal calls give equal answers.
+// The oracle is src/penstock/kv/eviction.py: equal calls give equal answers.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // The blocks of one tier: who holds them, and which prefix each one caches.
 //
-// The oracle is the Python reference in src/penstock/kv/pool/reference.py: equal calls give equal answers.
+// The oracle is the Python reference in src/penstock/kv/reference_pool.py: equal calls give equal answers.
 
 #pragma once
 

@@ -5,7 +5,7 @@
 // block can be expected to bring for each block-eviction that it stays from then on (Gittins): it sees that a chat comes
 // back in a while, and does not give a block up just before.
 //
-// The oracle is src/penstock/kv/pool/reuse.py: equal calls give equal numbers.
+// The oracle is src/penstock/kv/eviction.py: equal calls give equal numbers.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // Counts idle blocks by the tenant whose request used them last, and keeps those that may go.
 //
-// The oracle is src/penstock/kv/pool/tenants.py: equal calls give equal answers.
+// The oracle is src/penstock/kv/reference_pool.py: equal calls give equal answers.
 
 #pragma once
 

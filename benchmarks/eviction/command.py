@@ -13,7 +13,7 @@ from benchmarks.eviction.workloads import WORKLOADS
 from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
-from penstock.kv.pool.use import EvictionPolicy
+from penstock.kv.eviction import EvictionPolicy
 from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.roofline.roofline import Roofline

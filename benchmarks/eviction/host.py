@@ -10,10 +10,9 @@ from typing import NamedTuple
 from benchmarks.eviction.replay import Prompts, serve
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
-from penstock.kv.manager.worth import worth_loading
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.prefixes import commit_runs, split_prefix
-from penstock.kv.pool.use import BlockUse, EvictionPolicy
+from penstock.kv.eviction import BlockUse, EvictionPolicy
+from penstock.kv.load_or_compute import worth_loading
+from penstock.kv.pool import BlockPool, commit_runs, split_prefix
 from penstock.perf.roofline.roofline import Roofline
 from penstock.sim.engine.prices import prefill_price
 from penstock.sim.engine.timed_tier import LowerTier

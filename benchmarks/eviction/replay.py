@@ -8,8 +8,8 @@ import numpy as np
 
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import BlockUse, EvictionPolicy, PrefillPrice
+from penstock.kv.eviction import BlockUse, EvictionPolicy, PrefillPrice
+from penstock.kv.pool import BlockPool
 from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, TraceRow
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)

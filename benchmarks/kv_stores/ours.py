@@ -13,10 +13,10 @@ import numpy as np
 
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
+from penstock.kv.block_store import Namespace
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.disk.slot_file import SlotFile
-from penstock.kv.host.host_tier import HostTier
-from penstock.kv.namespace import Namespace
+from penstock.kv.host_tier import HostTier
+from penstock.kv.slot_file import SlotFile
 from penstock.transfer.storage.slots import ALIGNMENT, RECORD, SUFFIX, Records, seal
 
 _BLOCK_SIZE = 16

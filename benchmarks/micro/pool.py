@@ -14,8 +14,8 @@ from penstock.bench.report import Report
 from penstock.core.ids import BlockId
 from penstock.core.native import native
 from penstock.core.wire import HashArray
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import BlockUse
+from penstock.kv.eviction import BlockUse
+from penstock.kv.pool import BlockPool
 
 _POOL_REQUESTS = 37
 """Requests that fill the pool: about those of an 8B model on one H100 with prompts of 12,000 tokens."""

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from penstock.kv.pool.use import EvictionPolicy
+from penstock.kv.eviction import EvictionPolicy
 from penstock.testing.eviction import EvictionPolicySuite
 
 

@@ -10,11 +10,11 @@ from penstock.core.hashing import block_hashes
 from penstock.core.ids import BlockId
 from penstock.testing.kv_source import FlippedBitSuite, chain, load_into, random_blocks
 from penstock.transfer import TransferConfig
+from penstock.transfer.config import TcpConfig
 from penstock.transfer.regions import copies
-from penstock.transfer.regions.checksum import checksum_ranges, copy_summed
-from penstock.transfer.tcp_config import TcpConfig
+from penstock.transfer.regions.ranges import checksum_ranges, copy_summed
 from penstock.transfer.transports.memory import MemoryTransport
-from penstock.transfer.transports.shm.transport import ShmTransport
+from penstock.transfer.transports.shm import ShmTransport
 from penstock.transfer.transports.tcp.stream import DataStream
 from penstock.transfer.transports.tcp.transport import TcpTransport
 from tests.support.flipped import flip

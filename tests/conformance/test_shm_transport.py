@@ -5,7 +5,7 @@ import pytest
 from penstock.testing.peer_transport import PeerTransportSuite
 from penstock.testing.transports.harness import Bytes, TwoAgents
 from penstock.transfer import Arena
-from penstock.transfer.transports.shm.transport import ShmTransport
+from penstock.transfer.transports.shm import ShmTransport
 from tests.support.endless_copies import EndlessCopies
 
 

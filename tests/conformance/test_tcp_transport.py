@@ -11,8 +11,7 @@ import pytest
 from penstock.testing.peer_transport import PeerTransportSuite
 from penstock.testing.transports.harness import TwoAgents
 from penstock.transfer import TransferConfig
-from penstock.transfer.tcp_config import TcpConfig
-from penstock.transfer.tls import TlsConfig
+from penstock.transfer.config import TcpConfig, TlsConfig
 from penstock.transfer.transports.tcp.transport import TcpTransport
 from tests.support.certificates import make_authority, make_certificate
 

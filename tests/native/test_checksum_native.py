@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.core.native import native
-from penstock.transfer.regions.checksum import checksum_ranges_python, copy_summed_python
+from penstock.transfer.regions.ranges import checksum_ranges_python, copy_summed_python
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 

@@ -17,8 +17,8 @@ from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens, unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool
 from penstock.sim.engine.scheduler import JumpScheduler
 from penstock.sim.engine.timed_tier import TimedTier
 from penstock.sim.workload.prompt import Prompt

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.native import native
-from penstock.kv.pool.reference import ReferencePool
-from penstock.kv.pool.use import PrefillPrice
+from penstock.kv.eviction import PrefillPrice
+from penstock.kv.reference_pool import ReferencePool
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 NUM_BLOCKS = 12

@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from penstock.transfer.tls import TlsConfig
+from penstock.transfer.config import TlsConfig
 
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc")
 _DAYS = "2"

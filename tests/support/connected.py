@@ -14,8 +14,8 @@ from penstock.kv.connector.scheduler import KvConnectorScheduler
 from penstock.kv.connector.staging import Staging
 from penstock.kv.connector.worker import KvConnectorWorker
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.groups.groups import KvGroups
-from penstock.kv.host.host_tier import HostTier
+from penstock.kv.groups import KvGroups
+from penstock.kv.host_tier import HostTier
 from penstock.seams.kv import KvTier
 
 BLOCK_SIZE = 4

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.engine.runner import BlockingRunner, RunnerInfo
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
-from penstock.transfer.regions.buffers import region_of
+from penstock.transfer.regions.arena import region_of
 
 
 class LateFence:

@@ -10,7 +10,7 @@ from penstock.core.ids import PinId, WorkerId
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv import KvLayout
 from penstock.core.wire import HashArray, encode
-from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.load_or_compute import MeasuredSpeed
 from penstock.seams import Transport
 from penstock.testing.kv_source import BLOCK_BYTES, BLOCK_SIZE, DEVICE_BLOCKS, Memory
 from penstock.transfer import Arena, TransferAgent, TransferConfig

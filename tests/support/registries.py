@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.transfer.tls import TlsConfig
+from penstock.transfer.config import TlsConfig
 
 _START_TIMEOUT_S = 30.0
 _ROOT = Path(__file__).parents[2]

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from penstock.core.types.requests import Request, SessionAction, SessionControl
 from penstock.core.wire import HashArray
-from penstock.kv.pool.pins import Pins
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool import BlockPool, Pins
 from penstock.kv.sessions.config import SessionsConfig
 from penstock.kv.sessions.sessions import Sessions
 from penstock.testing.engines.probe import make_request

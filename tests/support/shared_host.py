@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
+from penstock.kv.block_store import Namespace
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.host.extent import ExtentLayout
-from penstock.kv.host.host_tier import HostTier
-from penstock.kv.host.memory import HostPart
-from penstock.kv.namespace import Namespace
-from penstock.kv.pool.use import EvictionPolicy
+from penstock.kv.eviction import EvictionPolicy
+from penstock.kv.host_arena import ExtentLayout, HostPart
+from penstock.kv.host_tier import HostTier
 from penstock.transfer.regions.arena import Arena
 from penstock.transfer.storage.slots import RECORD
 from tests.support.slots import NAMESPACE, content

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from penstock.core.hashing import block_hashes
 from penstock.core.wire import HashArray
-from penstock.kv.namespace import Namespace
+from penstock.kv.block_store import Namespace
 
 BLOCK_BYTES = 8192
 NAMESPACE = Namespace(model_digest="5eed", dtype="bfloat16", layout="layers", block_size=4)

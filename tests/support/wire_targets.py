@@ -14,16 +14,15 @@ from penstock.core.descriptors import Descriptors, Granted, Keys, MemoryKind, Re
 from penstock.core.errors import PenstockError, ProtocolError
 from penstock.core.framing import UNAUTHENTICATED_FRAME_BYTES_MAX, FrameReader
 from penstock.seams import Transport
-from penstock.transfer.link.frames import link_codec
+from penstock.transfer.config import TcpConfig
+from penstock.transfer.link.frames import decode_metadata, link_codec
 from penstock.transfer.link.grants import Grants
-from penstock.transfer.link.metadata import decode_metadata
 from penstock.transfer.regions.regions import RegionTable
-from penstock.transfer.tcp_config import TcpConfig
 from penstock.transfer.transports.memory import MemoryTransport
-from penstock.transfer.transports.shm.transport import ShmTransport
-from penstock.transfer.transports.tcp.frames import Contact, TcpFrame, decode_frame
+from penstock.transfer.transports.shm import ShmTransport
 from penstock.transfer.transports.tcp.server import TcpServer, TcpSession
 from penstock.transfer.transports.tcp.stream import StreamRoom
+from penstock.transfer.transports.tcp_frames import Contact, TcpFrame, decode_frame
 
 _GIVEN_BYTES = 4096
 _codec = link_codec()

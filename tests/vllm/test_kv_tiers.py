@@ -15,7 +15,7 @@ from penstock.deploy.supervisor.resources import HostArena
 from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.vllm.tiers.settings import TierSettings
 from penstock.graph import RoleSpec
-from penstock.kv.groups.group import GroupKind, KvGroup
+from penstock.kv.groups import GroupKind, KvGroup
 from tests.vllm.conftest import BLOCK, vllm_processes
 from tests.vllm.indexed import KEY, Indexed
 from tests.vllm.test_adapters import merged

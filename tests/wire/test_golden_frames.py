@@ -21,7 +21,7 @@ from penstock.runtime import handshake
 from penstock.runtime.discovery import local
 from penstock.runtime.requests import outbox
 from penstock.transfer.link import frames as links
-from penstock.transfer.transports.tcp import frames as tcp_frames
+from penstock.transfer.transports import tcp_frames
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN = DATA / "golden_frames.json"

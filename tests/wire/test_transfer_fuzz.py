@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from penstock.core.descriptors import Descriptors, TransferOp
 from penstock.core.errors import PenstockError
 from penstock.transfer import RemoteRegion, TransferAgent, TransferConfig
-from penstock.transfer.link.metadata import TRANSFER_VERSION, AgentMetadata, encode_metadata
-from penstock.transfer.transports.tcp.frames import (
+from penstock.transfer.link.frames import TRANSFER_VERSION, AgentMetadata, encode_metadata
+from penstock.transfer.transports.tcp_frames import (
     Done,
     Ended,
     Get,

@@ -13,9 +13,9 @@ from penstock.core.descriptors import MemoryKind, RegionInfo, TransferOp
 from penstock.core.errors import ErrorInfo
 from penstock.core.types.kv import KvLayout, RankLayout
 from penstock.core.wire import encode
+from penstock.transfer.link.frames import AgentMetadata
 from penstock.transfer.link.grants import Grant, GrantRequest
-from penstock.transfer.link.metadata import AgentMetadata
-from penstock.transfer.transports.shm.channel import MappedArena
+from penstock.transfer.transports.shm import MappedArena
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden_transfer.json"
 PLAIN = {

@@ -23,11 +23,17 @@ from penstock.core.types.kv import KvLayout
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.testing.loop import run_async
 from penstock.transfer import Arena, TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.link.frames import Greeting, LinkFrame, Withdrawn, link_codec
+from penstock.transfer.config import TcpConfig
+from penstock.transfer.link.frames import (
+    TRANSFER_VERSION,
+    Greeting,
+    LinkFrame,
+    Withdrawn,
+    decode_metadata,
+    link_codec,
+    send_all,
+)
 from penstock.transfer.link.listener import Endpoint
-from penstock.transfer.link.metadata import TRANSFER_VERSION, decode_metadata
-from penstock.transfer.link.socket_io import send_all
-from penstock.transfer.tcp_config import TcpConfig
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import BLOCK_SIZE, tiny_laid_out_engine, tiny_request, whole_answer
 from tests.support.until import until

@@ -17,10 +17,8 @@ from penstock.core.wire import encode
 from penstock.testing.transports.harness import Bytes, TwoAgents
 from penstock.transfer import Access, Arena, MemoryKind, TransferCancelled, TransferConfig, TransferError
 from penstock.transfer.regions import copies
-from penstock.transfer.transports.shm import transport as shm
-from penstock.transfer.transports.shm.channel import MappedArena, ShmRegion
-from penstock.transfer.transports.shm.other_process import is_ending, why_untraceable
-from penstock.transfer.transports.shm.transport import ShmTransport
+from penstock.transfer.transports import shm
+from penstock.transfer.transports.shm import MappedArena, ShmRegion, ShmTransport, is_ending, why_untraceable
 from tests.support.until import until
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
@@ -257,7 +255,7 @@ class TestPrivateMemory:
 
 class TestEnds:
     async def test_a_copy_under_way_is_ended(self, monkeypatch):
-        monkeypatch.setattr("penstock.transfer.transports.shm.channel._WATCH_S", 0.001)
+        monkeypatch.setattr("penstock.transfer.transports.shm._WATCH_S", 0.001)
         async with Arenas() as two:
             is_held, let_go = threading.Event(), threading.Event()
             copy = copies.copy_ranges
@@ -271,7 +269,7 @@ class TestEnds:
             monkeypatch.setattr(copies, "copy_ranges", slow)
             handle = two.agent.post(READ, two.local.ranges(), two.remote.ranges(), two.peer)
             await asyncio.to_thread(is_held.wait)
-            monkeypatch.setattr("penstock.transfer.transports.shm.channel.is_ending", lambda _: True)
+            monkeypatch.setattr("penstock.transfer.transports.shm.is_ending", lambda _: True)
             await asyncio.sleep(0.02)
             assert handle.is_pending, "memory is still in use"
             let_go.set()

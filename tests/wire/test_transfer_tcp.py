@@ -20,9 +20,10 @@ from penstock.core.errors import (
     from_info,
 )
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.tcp_config import TcpConfig
-from penstock.transfer.transports.quiet import QuietTransport
-from penstock.transfer.transports.tcp.frames import (
+from penstock.transfer.config import TcpConfig
+from penstock.transfer.transports.memory import QuietTransport
+from penstock.transfer.transports.tcp.transport import TcpTransport
+from penstock.transfer.transports.tcp_frames import (
     Contact,
     Done,
     Ended,
@@ -36,7 +37,6 @@ from penstock.transfer.transports.tcp.frames import (
     decode_frame,
     encode_frame,
 )
-from penstock.transfer.transports.tcp.transport import TcpTransport
 from tests.support.until import until
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE

@@ -9,9 +9,9 @@ import pytest
 
 from penstock.core.errors import ConfigError, PeerLost, ProtocolError
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
+from penstock.transfer.config import TlsConfig, TlsIdentity
+from penstock.transfer.link.frames import decode_metadata, encode_metadata
 from penstock.transfer.link.listener import Endpoint
-from penstock.transfer.link.metadata import decode_metadata, encode_metadata
-from penstock.transfer.tls import TlsConfig, TlsIdentity
 from tests.support.certificates import make_authority, make_certificate
 from tests.support.until import until
 

@@ -11,9 +11,8 @@ from benchmarks.kv.retention.workloads import AGENTS, CHATS, Ask
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.requests import KvRetention, Request, SamplingParams, SessionAction, SessionControl
 from penstock.core.wire import NO_TOKENS, HashArray
-from penstock.kv.pool.pins import Pins
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import BlockUse, EvictionPolicy, PrefillPrice, UseKind
+from penstock.kv.eviction import BlockUse, EvictionPolicy, PrefillPrice, UseKind
+from penstock.kv.pool import BlockPool, Pins
 from penstock.kv.sessions.config import SessionsConfig
 from penstock.kv.sessions.retention import Retention
 from penstock.kv.sessions.sessions import Sessions

@@ -11,7 +11,7 @@ from penstock.core.errors import ConfigError, ErrorInfo, PenstockError, Unavaila
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import ModelCard, Role
 from penstock.core.wire import Wire
-from penstock.kv.host.memory import HostPart
+from penstock.kv.host_arena import HostPart
 from penstock.planner.explain.record import Expected
 from penstock.runtime.observations import Window
 

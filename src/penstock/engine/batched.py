@@ -23,14 +23,13 @@ from penstock.engine.runner import Runner, RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import SequenceLimits, StepPlan
-from penstock.kv.manager.break_even import BreakEven
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.manager.prefix_loads import PrefixLoads
-from penstock.kv.measured import MeasuredPrefill
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import PrefillPrice
+from penstock.kv.eviction import PrefillPrice
+from penstock.kv.load_or_compute import BreakEven, MeasuredPrefill
+from penstock.kv.loads import PrefixLoads
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool
 from penstock.kv.sessions.actions import KvActions
-from penstock.kv.windows.prefixes import WindowPrefixes
+from penstock.kv.windows import WindowPrefixes
 from penstock.seams.kv import KvLoad, KvNames, KvRun, KvSource
 
 _log = log.get_logger()

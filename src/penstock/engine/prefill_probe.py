@@ -12,7 +12,7 @@ from penstock.engine.runner import Runner, RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import SequenceLimits
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool import BlockPool
 
 _TOKENS = 128
 _WARM_UP_TOKENS = 16

@@ -13,8 +13,7 @@ from typing import Protocol
 from penstock.core.log import get_logger
 from penstock.core.types.kv import KvLayout
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
-from penstock.kv.groups.groups import KvGroups
-from penstock.kv.groups.windows import ONE_TABLE, Windows
+from penstock.kv.groups import ONE_TABLE, KvGroups, Windows
 
 _log = get_logger()
 

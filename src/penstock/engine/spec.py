@@ -9,7 +9,7 @@ from penstock.core.types.instances import ModelCard, Role
 from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.mock.engine import MockConfig
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.kv.host.memory import HostPart
+from penstock.kv.host_arena import HostPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

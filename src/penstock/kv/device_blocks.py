@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from penstock.core.descriptors import MemoryKind
 from penstock.core.errors import ConfigError
 from penstock.core.types.kv import BLOCK_FIRST, KvLayout
-from penstock.transfer.regions.buffers import region_of
+from penstock.transfer.regions.arena import region_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,9 @@ from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.types.instances import KvHolder
 from penstock.core.wire import HashArray
-from penstock.kv.breaker import CircuitBreaker
+from penstock.kv.block_store import BlockStore, CircuitBreaker, GuardedStore
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.guarded import BlockStore, GuardedStore
-from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.load_or_compute import MeasuredSpeed
 
 _TIMEOUT_S = 10.0
 """Timeout of an offload. The loader cancels late loads earlier."""

@@ -13,7 +13,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.graph import RoleSpec
 from penstock.graph.capacities import hardware_of
 from penstock.graph.engine_prices import make_latency, make_roofline, with_step_size
-from penstock.kv.groups.windows import ONE_TABLE, Windows
+from penstock.kv.groups import ONE_TABLE, Windows
 from penstock.perf.latency import LatencyModel
 from penstock.perf.model.hardware import Hardware
 from penstock.perf.model.shape import ModelShape

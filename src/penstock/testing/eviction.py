@@ -8,15 +8,15 @@ import random
 
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import BlockId
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import BlockUse, EvictionPolicy
+from penstock.kv.eviction import BlockUse, EvictionPolicy
+from penstock.kv.pool import BlockPool
 
 _POOL_BLOCKS = 40
 _BLOCK_SIZE = 4
 
 
 class EvictionPolicySuite:
-    """Defines `kv.pool.use.EvictionPolicy`."""
+    """Defines `kv.eviction.EvictionPolicy`."""
 
     policy: EvictionPolicy
     in_python = False

@@ -21,16 +21,13 @@ from penstock.core.errors import (
 )
 from penstock.core.types.kv import KvLayout, RankLayout
 from penstock.transfer.agent import TransferAgent
-from penstock.transfer.config import CopyConfig, StorageConfig, TransferConfig
+from penstock.transfer.config import CopyConfig, StorageConfig, TcpConfig, TlsConfig, TransferConfig
 from penstock.transfer.regions.arena import Arena
 from penstock.transfer.regions.regions import Registration, RemoteRegion
-from penstock.transfer.requests.handle import Telemetry, TransferHandle, TransferState
-from penstock.transfer.requests.peer import Peer
-from penstock.transfer.requests.prepared import PreparedTransfer
+from penstock.transfer.requests.handles import PreparedTransfer, Telemetry, TransferHandle, TransferState
+from penstock.transfer.requests.peers import Peer
 from penstock.transfer.storage.file import FileRegion
 from penstock.transfer.storage.object import ObjectRegion
-from penstock.transfer.tcp_config import TcpConfig
-from penstock.transfer.tls import TlsConfig
 
 __all__ = [
     "Access",

@@ -10,7 +10,7 @@ from penstock.transfer.storage.file import FileStorage
 from penstock.transfer.storage.object import ObjectStorage
 from penstock.transfer.transports.memory import MemoryTransport
 from penstock.transfer.transports.nixl.transport import NixlTransport
-from penstock.transfer.transports.shm.transport import ShmTransport
+from penstock.transfer.transports.shm import ShmTransport
 from penstock.transfer.transports.tcp.transport import TcpTransport
 
 NAMES = (

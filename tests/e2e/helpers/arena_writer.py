@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.kv.host.memory import HostPart
+from penstock.kv.host_arena import HostPart
 from penstock.testing.loop import run_async
 
 sys.path.insert(0, str(Path(__file__).parents[3]))

@@ -5,7 +5,7 @@ import sys
 from itertools import count
 from pathlib import Path
 
-from penstock.kv.disk.slot_file import SlotFile
+from penstock.kv.slot_file import SlotFile
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.support.slots import NAMESPACE, chain, content

@@ -9,7 +9,7 @@ import pytest
 from slot_writer import CHAIN_BLOCKS
 
 from penstock.core.errors import TransferRefused
-from penstock.kv.disk.slot_file import SlotFile
+from penstock.kv.slot_file import SlotFile
 from penstock.testing.loop import run_async
 from tests.support.slots import NAMESPACE, chain, content, targets
 

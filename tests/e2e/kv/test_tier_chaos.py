@@ -17,16 +17,16 @@ from penstock.core.types.requests import FinishReason
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.block_store import Namespace
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.disk.slot_file import SlotFile
-from penstock.kv.host.extent import ExtentLayout
-from penstock.kv.host.host_tier import HostTier
-from penstock.kv.manager.offloader import Offloader
-from penstock.kv.namespace import Namespace
+from penstock.kv.host_arena import ExtentLayout
+from penstock.kv.host_tier import HostTier
+from penstock.kv.manager import Offloader
+from penstock.kv.slot_file import SlotFile
 from penstock.kv.stored_tier import StoredTier
 from penstock.testing.engines.probe import make_request
 from penstock.testing.loop import run_async
-from penstock.transfer.regions.checksum import copy_summed
+from penstock.transfer.regions.ranges import copy_summed
 from tests.support.shared_host import SharedHost
 from tests.support.sick_disk import SickDisk
 
@@ -174,7 +174,7 @@ async def turns(rng, host, workers, known, expected):
 
 
 def run_trials(seeds, directory, monkeypatch):
-    monkeypatch.setattr("penstock.kv.manager.worth._LATE_MARGIN_S", 0.02)
+    monkeypatch.setattr("penstock.kv.load_or_compute._LATE_MARGIN_S", 0.02)
     loaded = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
     corrupt = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
     preemptions = 0
@@ -203,12 +203,12 @@ def host_unverified(monkeypatch):
         sums = copy_summed(*arguments)
         return None if sums is None else np.zeros_like(sums)
 
-    monkeypatch.setattr("penstock.kv.host.copies.copy_summed", copied)
+    monkeypatch.setattr("penstock.kv.host_tier.copy_summed", copied)
 
 
 def disk_unverified(monkeypatch):
     """Loads from disks compare no checksum."""
-    monkeypatch.setattr("penstock.kv.disk.slot_file.crc32c", lambda _: 0)
+    monkeypatch.setattr("penstock.kv.slot_file.crc32c", lambda _: 0)
 
 
 def offloads_unpinned(monkeypatch):

@@ -19,11 +19,9 @@ from penstock.core.types.requests import SamplingParams
 from penstock.core.wire import pack_hashes
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.kv.groups.group import GroupKind, KvGroup
-from penstock.kv.groups.groups import KvGroups
-from penstock.kv.groups.windows import Windows
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.windows.prefixes import WindowPrefixes
+from penstock.kv.groups import GroupKind, KvGroup, KvGroups, Windows
+from penstock.kv.manager import KvManager
+from penstock.kv.windows import WindowPrefixes
 from penstock.seams.kv import KvNames
 from tests.properties.engine.test_scheduler_machine import (
     BLOCK_SIZE,

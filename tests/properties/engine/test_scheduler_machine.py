@@ -27,8 +27,8 @@ from penstock.core.wire import pack_tokens, unpack_hashes, unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import Sampled, SequenceLimits
-from penstock.kv.groups.windows import Windows
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.groups import Windows
+from penstock.kv.pool import BlockPool
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12

@@ -15,9 +15,8 @@ from penstock.core.hashing import block_hashes
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.kv.manager.loader import Arrival, Loader
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.shared_loads import SharedLoad
+from penstock.kv.loader import Arrival, Loader, SharedLoad
+from penstock.kv.manager import KvManager
 from tests.properties.engine.test_scheduler_machine import (
     BLOCK_SIZE,
     EOS,

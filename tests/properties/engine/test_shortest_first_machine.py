@@ -12,7 +12,7 @@ from penstock.core.wire import pack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import Sampled, SequenceLimits
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool import BlockPool
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 4000

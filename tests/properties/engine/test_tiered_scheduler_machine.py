@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from penstock.core.types.events import Tier
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.kv.manager.manager import KvManager
+from penstock.kv.manager import KvManager
 from tests.properties.engine.test_scheduler_machine import (
     EOS,
     LIMITS,

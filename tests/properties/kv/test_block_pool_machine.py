@@ -11,8 +11,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock.core.wire import unpack_hashes
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import BlockUse
+from penstock.kv.eviction import BlockUse
+from penstock.kv.pool import BlockPool
 
 NUM_BLOCKS = 6
 BLOCK_SIZE = 2

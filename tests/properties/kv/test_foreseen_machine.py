@@ -12,9 +12,7 @@ from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStor
 from penstock.core.wire import pack_hashes
 from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.plans import Planner
-from penstock.kv.groups.events import GroupEvents
-from penstock.kv.groups.group import GroupKind, KvGroup
-from penstock.kv.groups.groups import KvGroups
+from penstock.kv.groups import GroupEvents, GroupKind, KvGroup, KvGroups
 from penstock.router.index.radix import RadixTree
 
 SIZE = 4

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.kv.host.extent import ExtentLayout
+from penstock.kv.host_arena import ExtentLayout
 from tests.support.shared_host import SharedHost
 from tests.support.slots import chain
 

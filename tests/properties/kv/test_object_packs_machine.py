@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from obstore.store import MemoryStore
 
-from penstock.kv.namespace import Namespace
-from penstock.kv.object.config import PacksConfig
-from penstock.kv.object.packs import ObjectPacks
+from penstock.kv.block_store import Namespace
+from penstock.kv.object_packs import ObjectPacks
+from penstock.kv.pack_index import PacksConfig
 from tests.support.slots import NAMESPACE, chain, content, targets
 
 BLOCK_BYTES = 512

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from penstock.kv.groups.reachable import ReachableBlocks
+from penstock.kv.groups import ReachableBlocks
 
 PARENTS = {1: None, 2: 1, 3: 2, 4: 3, 5: 4, 6: 2, 7: 6}
 """Two prompts that part after two blocks."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.errors import TransferError
-from penstock.kv.disk.slot_file import SlotFile
+from penstock.kv.slot_file import SlotFile
 from penstock.transfer.storage.slots import SUFFIX
 from tests.support.slots import NAMESPACE, chain, content, targets
 

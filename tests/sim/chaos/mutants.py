@@ -14,9 +14,9 @@ from penstock.core.framing import Pong
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.core.wire import NO_TOKENS
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.kv.manager.loader import Loader
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.loader import Loader
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool
 from penstock.router.dispatch.direct import DirectWay
 from penstock.router.dispatch.open_request import OpenRequest
 from penstock.router.dispatch.progress import Progress

@@ -27,7 +27,7 @@ from penstock.core.wire import unpack_tokens
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.scheduling.partial_blocks import PartialBlocks
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.transfer.requests.handle import TransferHandle
+from penstock.transfer.requests.handles import TransferHandle
 from penstock.worker.config import KvTransferConfig, WorkerConfig
 from penstock.worker.engine_driver import EngineDriver
 from penstock.worker.kv_transfer.exports import KvExports

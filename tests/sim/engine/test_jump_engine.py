@@ -16,7 +16,7 @@ from penstock.core.types.requests import KvRetention, Request, SamplingParams
 from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.kv.groups.windows import ONE_TABLE, Windows
+from penstock.kv.groups import ONE_TABLE, Windows
 from penstock.perf.latency import LatencyModel
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.model_config import shape_of

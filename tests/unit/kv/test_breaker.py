@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from penstock.core.errors import DeadlineExceeded, TransferError
-from penstock.kv.breaker import CircuitBreaker
-from penstock.kv.guarded import GuardedStore
+from penstock.kv.block_store import CircuitBreaker, GuardedStore
 from tests.support.slots import chain, content, targets
 
 HASHES = chain(4)

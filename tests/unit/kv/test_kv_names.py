@@ -3,10 +3,9 @@
 import numpy as np
 
 from penstock.core.hashing import block_hashes
-from penstock.kv.groups.group import GroupKind, KvGroup
-from penstock.kv.groups.groups import KvGroups
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.windows.prefixes import WindowPrefixes
+from penstock.kv.groups import GroupKind, KvGroup, KvGroups
+from penstock.kv.pool import BlockPool
+from penstock.kv.windows import WindowPrefixes
 from penstock.seams import KvNames
 
 SIZE = 4

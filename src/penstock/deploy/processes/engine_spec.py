@@ -10,7 +10,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.spec import EngineSpec, NodeGroup
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.engine_prices import engine_prices, with_step_size
-from penstock.kv.host.memory import HostPart
+from penstock.kv.host_arena import HostPart
 
 _VOCABULARY = 32_000  # assumed where the checkpoint has none
 

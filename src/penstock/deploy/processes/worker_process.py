@@ -45,7 +45,7 @@ from penstock.runtime.handshake import Identity
 from penstock.runtime.observations import GpuMeter, gpu_names
 from penstock.seams import Engine
 from penstock.transfer import TransferAgent
-from penstock.transfer.tls import TlsConfig
+from penstock.transfer.config import TlsConfig
 from penstock.worker.files import ModelFiles
 from penstock.worker.registration import WorkerIdentity
 from penstock.worker.worker import Worker

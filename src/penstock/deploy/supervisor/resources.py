@@ -18,7 +18,7 @@ from penstock.core.errors import ConfigError, RequestError, TransferError
 from penstock.core.types.instances import Role
 from penstock.engine.registry import engine_kind
 from penstock.graph import RoleSpec
-from penstock.kv.host.memory import HostPart
+from penstock.kv.host_arena import HostPart
 from penstock.perf.model.hardware import find_hardware
 from penstock.transfer.regions.arena import Arena
 

@@ -18,7 +18,7 @@ from penstock.deploy.supervisor.worker_pool import PoolWorker
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.regions import link_role
-from penstock.kv.host.memory import HostPart
+from penstock.kv.host_arena import HostPart
 
 _NOT_OF_A_WORKER = {"replicas", "replicas_max", "kubernetes"}
 _KEY_BYTES = 8

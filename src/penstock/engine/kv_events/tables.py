@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
 from penstock.core.wire import hash_list
 from penstock.engine.kv_events.engine_events import EngineHash, EngineRemoved, EngineStored
-from penstock.kv.groups.told import ToldBlocks
+from penstock.kv.groups import ToldBlocks
 
 NameOf = Callable[[EngineHash], int | None]
 """Gives the low half of Penstock's hash of a block that an engine has told with its tokens."""

@@ -9,7 +9,7 @@ import pydantic
 from penstock.core.config import Config, wrong
 from penstock.core.types.events import Tier
 from penstock.engine.kv_tiers.size import Size, TierSize
-from penstock.kv.pool.use import EvictionPolicy
+from penstock.kv.eviction import EvictionPolicy
 
 _NONE = TierSize(0, "B")
 _SCHEMES = ("s3", "gs", "az", "file")

@@ -15,13 +15,13 @@ from penstock.core.types.instances import KvHolder
 from penstock.engine.kv_tiers.config import KvConfig, ObjectConfig
 from penstock.engine.kv_tiers.size import TierSize
 from penstock.engine.runner import RunnerInfo
+from penstock.kv.block_store import Namespace
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.disk.slot_file import SlotFile
-from penstock.kv.host.host_tier import HostTier
-from penstock.kv.host.memory import HostPart
-from penstock.kv.namespace import Namespace
-from penstock.kv.object.config import PacksConfig
-from penstock.kv.object.packs import READ_BYTES, ObjectPacks
+from penstock.kv.host_arena import HostPart
+from penstock.kv.host_tier import HostTier
+from penstock.kv.object_packs import READ_BYTES, ObjectPacks
+from penstock.kv.pack_index import PacksConfig
+from penstock.kv.slot_file import SlotFile
 from penstock.kv.stored_tier import StoredTier
 from penstock.seams.kv import KvTier
 from penstock.transfer.storage.slots import failure, slot_bytes_of

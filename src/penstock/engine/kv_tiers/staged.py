@@ -11,7 +11,7 @@ from penstock.engine.kv_tiers.maker import tier_maker
 from penstock.engine.kv_tiers.size import TierSize
 from penstock.engine.runner import RunnerInfo
 from penstock.kv.connector.staging import Staging
-from penstock.kv.host.memory import HostPart
+from penstock.kv.host_arena import HostPart
 from penstock.seams.kv import KvTier
 
 

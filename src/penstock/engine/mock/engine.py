@@ -26,7 +26,7 @@ from penstock.engine.runner import RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.sampling import position_keys
 from penstock.engine.scheduling.sequences import PromptSpan, Sampled, SequenceTable, StepPlan, prompt_spans
-from penstock.kv.pool.use import PrefillPrice
+from penstock.kv.eviction import PrefillPrice
 
 _SLEEP_S_MIN = 0.001
 """Shorter sleeps are saved up: timers are no finer, and cost more than such a step."""

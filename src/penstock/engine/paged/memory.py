@@ -11,7 +11,7 @@ import torch
 from penstock.core.errors import ConfigError, TransferError
 from penstock.core.types.kv import KvLayout
 from penstock.transfer import Arena
-from penstock.transfer.regions import free_memory
+from penstock.transfer.regions import arena
 
 _CPU_DEFAULT_BYTES = 1 << 30
 _GPU_DEFAULT_FRACTION = 0.85
@@ -161,7 +161,7 @@ def free_memory_bytes(device: torch.device) -> int:
     """Return the free memory of the GPU, or of this machine within the limit of its control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return free_memory.free_memory_bytes()
+    return arena.free_memory_bytes()
 
 
 def _allocate(block_bytes: int, num_blocks: int) -> Arena:

@@ -12,11 +12,10 @@ from penstock.engine.scheduling.partial_blocks import PartialBlocks
 from penstock.engine.scheduling.prefixes import Cached, Prefixes
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.engine.scheduling.slots import Slots
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pins import Pins
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool, Pins
 from penstock.kv.sessions.sessions import Sessions
-from penstock.kv.windows.pins import WindowPins
+from penstock.kv.windows import WindowPins
 
 
 class Admission:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from penstock.core.config import Config
 from penstock.core.types.instances import Role
-from penstock.kv.pool.use import EvictionPolicy
+from penstock.kv.eviction import EvictionPolicy
 from penstock.kv.sessions.config import SessionsConfig
 
 Order = Literal["fcfs", "shortest"]

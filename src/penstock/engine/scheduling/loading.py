@@ -9,8 +9,8 @@ from penstock.core.ids import BlockId
 from penstock.core.types.load import KvTierCounts
 from penstock.engine.scheduling.sequences import SequenceLimits
 from penstock.engine.scheduling.slots import Int32s, Slots
-from penstock.kv.manager.loader import Arrival
-from penstock.kv.manager.manager import KvManager
+from penstock.kv.loader import Arrival
+from penstock.kv.manager import KvManager
 
 
 class Loading:

@@ -6,7 +6,7 @@ request; it is freed when other requests need the blocks, and its tokens are the
 """
 
 from penstock.core.ids import BlockId, RequestId
-from penstock.kv.pool.pins import Pins
+from penstock.kv.pool import Pins
 
 
 class PartialBlocks:

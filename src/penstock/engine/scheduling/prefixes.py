@@ -11,11 +11,11 @@ from penstock.core.ids import BlockId, RequestId
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.order.waiting_queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
-from penstock.kv.manager.loader import Arrival, ChosenPrefix
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.manager.prefix_load import leading_runs
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.windows.prefixes import WindowPrefixes
+from penstock.kv.loader import Arrival, ChosenPrefix
+from penstock.kv.loads import leading_runs
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool
+from penstock.kv.windows import WindowPrefixes
 from penstock.seams.kv import KvRun
 
 

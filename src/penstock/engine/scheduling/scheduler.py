@@ -27,10 +27,10 @@ from penstock.engine.scheduling.order.shortest_first import ShortestFirst
 from penstock.engine.scheduling.order.waiting_queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
 from penstock.engine.scheduling.slots import Int32s, Slots
-from penstock.kv.groups.events import GroupEvents
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import BlockUse
+from penstock.kv.eviction import BlockUse
+from penstock.kv.groups import GroupEvents
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool
 from penstock.kv.sessions.retention import Retention
 
 

@@ -15,8 +15,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.types.requests import PromptLogprobs, Request, SamplingParams, TokenLogprob
 from penstock.core.wire import HashArray, TokenArray, unpack_hashes, unpack_tokens
 from penstock.engine.scheduling.sampling import checked_sampling
-from penstock.kv.groups.groups import KvGroups
-from penstock.kv.groups.windows import ONE_TABLE, Windows
+from penstock.kv.groups import ONE_TABLE, KvGroups, Windows
 
 _CHOICE_MAX = (1 << 31) - 1
 

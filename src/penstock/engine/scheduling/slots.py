@@ -10,8 +10,8 @@ from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.requests import Delta, FinishReason
 from penstock.core.wire import PackedTokens
 from penstock.engine.scheduling.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.windows.tables import WindowTables
+from penstock.kv.pool import BlockPool
+from penstock.kv.windows import WindowTables
 
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]

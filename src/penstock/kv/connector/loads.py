@@ -10,7 +10,7 @@ from penstock.core.wire import HashArray
 from penstock.kv.connector.orders import Loaded, LoadOrder, LoadRun
 from penstock.kv.connector.runs import leading_runs
 from penstock.kv.connector.staging import Staging
-from penstock.kv.manager.worth import late_after_s
+from penstock.kv.load_or_compute import late_after_s
 from penstock.seams.kv import KvLoad, KvTier
 
 Copy = Callable[[Sequence[int], Sequence[BlockId]], Awaitable[None]]

@@ -9,7 +9,7 @@ from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
 from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.runs import leading_runs
-from penstock.kv.groups.groups import KvGroups
+from penstock.kv.groups import KvGroups
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
 from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.orders import SaveOrder
-from penstock.kv.groups.groups import KvGroups
+from penstock.kv.groups import KvGroups
 
 _WAITING_MAX = 4096
 """Prefixes that wait; beyond it the oldest are not offloaded."""

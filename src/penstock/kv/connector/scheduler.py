@@ -21,12 +21,9 @@ from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.orders import Loaded, LoadOrder, LoadRun, Orders, Report
 from penstock.kv.connector.plans import LoadPlan, Planner
 from penstock.kv.connector.saves import DeviceCache, Saves
-from penstock.kv.groups.events import GroupEvents
-from penstock.kv.groups.group import GroupKind, KvGroup
-from penstock.kv.groups.groups import KvGroups
-from penstock.kv.manager.counters import TierCounters
-from penstock.kv.manager.worth import worth_loading
-from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredPrefill, MeasuredSpeed
+from penstock.kv.groups import GroupEvents, GroupKind, KvGroup, KvGroups
+from penstock.kv.load_or_compute import LOAD_HALF_LIFE_S, MeasuredPrefill, MeasuredSpeed, worth_loading
+from penstock.kv.loads import TierCounters
 
 _QUICK_S = 0.01
 """A step may wait so long for loads from the host: a load beside the steps is heard of one or two steps later."""

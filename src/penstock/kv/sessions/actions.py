@@ -18,7 +18,7 @@ from penstock.core.types.kv import (
     KvUnpin,
 )
 from penstock.core.wire import HashArray, unpack_hashes
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool import BlockPool
 from penstock.kv.sessions.session import Session, SessionKey
 from penstock.kv.sessions.sessions import Sessions, discard, drop_idle
 

@@ -2,12 +2,12 @@
 
 import math
 
+from penstock.core.clock import Clock, LoopClock
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import Request
-from penstock.kv.manager.clock import Clock, LoopClock
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.tenants import tenant_number
-from penstock.kv.pool.use import BlockUse, UseKind
+from penstock.kv.eviction import BlockUse, UseKind
+from penstock.kv.pool import BlockPool
+from penstock.kv.reference_pool import tenant_number
 from penstock.kv.sessions.config import SessionsConfig
 
 _ENDS_AT_ONCE = 4096

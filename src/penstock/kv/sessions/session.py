@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from penstock.core.clock import Timer
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
-from penstock.kv.manager.clock import Timer
 
 CHAINS_MAX = 4
 """Chains of one session; past it the oldest is dropped. More than one where its requests do not continue each other."""

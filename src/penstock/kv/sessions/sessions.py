@@ -6,15 +6,13 @@ from functools import partial
 
 import numpy as np
 
+from penstock.core.clock import Clock, LoopClock
 from penstock.core.errors import RequestError
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.load import SessionCounts
 from penstock.core.types.requests import Request, SessionAction
 from penstock.core.wire import HashArray
-from penstock.kv.manager.clock import Clock, LoopClock
-from penstock.kv.pool.pins import Pins
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.prefixes import block_keys
+from penstock.kv.pool import BlockPool, Pins, block_keys
 from penstock.kv.sessions.config import SessionsConfig
 from penstock.kv.sessions.retention import check_ttl
 from penstock.kv.sessions.session import CHAINS_MAX, Chain, Session, SessionEnd, SessionKey

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.core.types.instances import Instance, Role
 from penstock.core.types.kv import KvExchange, KvLayout
 from penstock.router.workers.member import identity
-from penstock.transfer.reshard.moves import mismatch
+from penstock.transfer.reshard import mismatch
 
 _WITHIN_A_HOST = frozenset({"memory", "shm"})
 _REASONS_MAX = 4096

@@ -9,7 +9,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.events import Tier
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import token_list, unpack_hashes
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool import BlockPool
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.workers.member import Condition
 from penstock.sim.engine.timed_tier import TimedTier

@@ -17,8 +17,8 @@ from penstock.core.types.requests import Request
 from penstock.core.wire import HashArray
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.kv.manager.prefix_loads import PrefixLoads
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.loads import PrefixLoads
+from penstock.kv.pool import BlockPool
 from penstock.perf.latency import LatencyModel
 from penstock.seams.kv import KvLoad, KvRun, KvSource
 from penstock.sim.engine.prices import DecodePrices, prefill_price

@@ -9,8 +9,8 @@ from penstock.core.types.requests import Request
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool
 from penstock.perf.latency import LatencyModel
 from penstock.sim.engine.prices import prefill_price
 from penstock.sim.engine.timed_tier import LowerTier, timed_kv_manager

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.kv.pool.use import PrefillPrice
+from penstock.kv.eviction import PrefillPrice
 from penstock.perf.latency import LatencyModel
 from penstock.sim.engine.timed_tier import LowerTier
 

@@ -20,11 +20,10 @@ from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import PackedTokens, num_tokens, unpack_hashes
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.kv.groups.windows import ONE_TABLE, Windows
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.manager.prefix_load import leading_runs
-from penstock.kv.pool.pins import Pins
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.groups import ONE_TABLE, Windows
+from penstock.kv.loads import leading_runs
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool, Pins
 from penstock.kv.sessions.retention import Retention
 from penstock.seams.kv import KvRun
 from penstock.sim.engine.bounds import check_bounds, check_fits

@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.core.clock import LoopClock, Timer
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.wire import HashArray
-from penstock.kv.manager.clock import LoopClock, Timer
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.prefixes import commit_runs, split_prefix
-from penstock.kv.pool.use import BlockUse, EvictionPolicy
+from penstock.kv.eviction import BlockUse, EvictionPolicy
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool, commit_runs, split_prefix
 from penstock.perf.latency import LatencyModel
 from penstock.seams.kv import KvTier
 from penstock.sim.engine.timing import Pace

@@ -13,8 +13,8 @@ from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import Location, ModelCard, Prices, Role
 from penstock.core.types.load import Step
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool
 from penstock.perf.topology import NetworkPath
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher

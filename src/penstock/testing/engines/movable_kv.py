@@ -22,7 +22,7 @@ from penstock.core.wire import HashArray
 from penstock.seams import Engine, KvBlocks, KvPartialBlocks, RoleAware
 from penstock.testing.engines.case import EngineCase
 from penstock.testing.engines.probe import EngineProbe, EngineSetup, make_request
-from penstock.transfer.regions.buffers import region_of
+from penstock.transfer.regions.arena import region_of
 
 
 class MovingEngine(Engine, KvPartialBlocks, Protocol):

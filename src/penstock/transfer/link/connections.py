@@ -16,13 +16,11 @@ from penstock.core.listening import Address
 from penstock.core.log import get_logger
 from penstock.seams import Transport
 from penstock.transfer.config import IN_PROCESS, SAME_HOST, TransferConfig
+from penstock.transfer.link.frames import AgentMetadata
 from penstock.transfer.link.grants import GRANTS, GrantRequest, Grants
-from penstock.transfer.link.handshake import ClientHandshake, ServerHandshake
-from penstock.transfer.link.identity import Identity
-from penstock.transfer.link.links import AgentLink, SocketLink
+from penstock.transfer.link.handshake import ClientHandshake, Identity, ServerHandshake
+from penstock.transfer.link.links import AgentLink, MemoryLink, SocketLink
 from penstock.transfer.link.listener import Endpoint, Listener
-from penstock.transfer.link.memory_link import MemoryLink
-from penstock.transfer.link.metadata import AgentMetadata
 
 _log = get_logger()
 

@@ -19,8 +19,7 @@ from penstock.core.descriptors import Descriptors, Granted, TransferOp
 from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError, TransferError, TransferRefused
 from penstock.core.wire import Wire, encode
 from penstock.seams import Link, Transport, TransportHost
-from penstock.transfer.link.frames import FRAME_BYTES_MAX
-from penstock.transfer.link.socket_io import receive_exactly, receive_with_descriptor, send_all
+from penstock.transfer.link.frames import FRAME_BYTES_MAX, receive_exactly, receive_with_descriptor, send_all
 
 GRANTS = "grants"
 """The name of streams that carry requests; other streams have the name of their transport."""

@@ -15,10 +15,8 @@ from penstock.core.errors import ConfigError, PeerLost, PenstockError, ProtocolE
 from penstock.core.framing import NONCE_BYTES, check_proof, new_nonce, prove
 from penstock.core.listening import Address
 from penstock.core.log import get_logger
-from penstock.transfer.config import SAME_HOST
-from penstock.transfer.link.frames import Welcome, link_codec
-from penstock.transfer.link.socket_io import receive_exactly, send_all, shake_hands
-from penstock.transfer.tls import TlsIdentity
+from penstock.transfer.config import SAME_HOST, TlsIdentity
+from penstock.transfer.link.frames import Welcome, link_codec, receive_exactly, send_all, shake_hands
 
 _log = get_logger()
 

@@ -9,11 +9,17 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.core.descriptors import OffsetArray
-from penstock.core.errors import ChecksumMismatch, TransferError
-from penstock.transfer.regions.checksum import Sums, checksum_ranges, copy_summed
-from penstock.transfer.regions.ranges import Stop, copy_ranges
-from penstock.transfer.regions.waiting import settled
+from penstock.core.descriptors import Descriptors, OffsetArray, RangePairs
+from penstock.core.errors import ChecksumMismatch, TransferError, TransferRefused
+from penstock.transfer.regions.ranges import (
+    Stop,
+    Sums,
+    checksum_ranges,
+    coalesce,
+    copy_ranges,
+    copy_summed,
+    settled,
+)
 
 SUMMED_BYTES_MAX = 4 << 20
 """Longest range of a copy with `sums`: threads share ranges, and a sum should find its bytes in the cache."""
@@ -206,3 +212,46 @@ def _cut(lengths: OffsetArray) -> list[tuple[int, int]]:
     slice_of = (np.cumsum(lengths) - lengths) // np.uint64(_SLICE_BYTES)
     first = [0, *(int(index) + 1 for index in np.flatnonzero(np.diff(slice_of)))]
     return list(zip(first, [*first[1:], len(lengths)], strict=True))
+
+
+def pair_ranges(local: Descriptors, remote: Descriptors) -> RangePairs:
+    """Pair range i of one list with range i of the other.
+
+    Empty ranges are dropped. A pair that continues the pair before it, on both sides and in the same regions, is merged with it.
+
+    Raises:
+        TransferRefused: the lists differ in length, or the ranges of a pair do.
+    """
+    if len(local) != len(remote):
+        raise TransferRefused(
+            f"{len(local)} local ranges for {len(remote)} remote ones; give as many of both"
+        )
+    lengths = local.lengths
+    if lengths is not remote.lengths and not np.array_equal(lengths, remote.lengths):
+        wrong = int(np.argmax(lengths != remote.lengths))
+        raise TransferRefused(
+            f"range {wrong}: {int(lengths[wrong])} bytes here, {int(remote.lengths[wrong])} at the peer; give equal lengths"
+        )
+    merged = coalesce(local.offsets, remote.offsets, lengths, local.region_ids, remote.region_ids)
+    local_offsets, remote_offsets, lengths, local_regions, remote_regions = merged
+    return RangePairs(
+        Descriptors(local_regions, local_offsets, lengths),
+        Descriptors(remote_regions, remote_offsets, lengths),
+        int(lengths.sum()),
+    )
+
+
+def cut_pairs(pairs: RangePairs, bytes_max: int) -> RangePairs:
+    """Cut ranges longer than `bytes_max`."""
+    lengths, most = pairs.lengths, np.uint64(bytes_max)
+    if not len(lengths) or int(lengths.max()) <= bytes_max:
+        return pairs
+    count = ((lengths + most - np.uint64(1)) // most).astype(np.int64)
+    row = np.repeat(np.arange(len(lengths)), count)
+    skip = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)).astype(np.uint64) * most
+    cut = np.minimum(lengths[row] - skip, most)
+    local, remote = (
+        Descriptors(side.region_ids[row], side.offsets[row] + skip, cut)
+        for side in (pairs.local, pairs.remote)
+    )
+    return RangePairs(local, remote, pairs.total_bytes)

@@ -27,8 +27,8 @@ from penstock.core.descriptors import (
 from penstock.core.errors import ChecksumMismatch, ConfigError, TransferError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.seams import Move, TransportHost
-from penstock.transfer.regions.checksum import crc32c
 from penstock.transfer.regions.quarantine import call_after
+from penstock.transfer.regions.ranges import crc32c
 from penstock.transfer.regions.regions import distinct
 from penstock.transfer.storage.io_threads import Bounce, IoThreads, Job
 from penstock.transfer.storage.pieces import BlockPieces, pieces_by_block

@@ -32,7 +32,7 @@ from penstock.core.errors import (
     TransferRefused,
 )
 from penstock.seams import Move, TransportHost
-from penstock.transfer.regions.checksum import crc32c
+from penstock.transfer.regions.ranges import crc32c
 from penstock.transfer.regions.regions import distinct
 from penstock.transfer.storage.bucket import Bucket
 from penstock.transfer.storage.file import BLOCK_BYTES, check_sizes

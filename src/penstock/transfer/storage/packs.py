@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import TransferError
 from penstock.core.wire import HashArray
-from penstock.transfer.regions.checksum import crc32c
+from penstock.transfer.regions.ranges import crc32c
 
 RECORD = np.dtype(
     [

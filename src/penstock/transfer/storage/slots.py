@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from penstock.core.errors import ConfigError, TransferError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.core.wire import Wire
-from penstock.transfer.regions.checksum import Sums, checksum_ranges, crc32c
+from penstock.transfer.regions.ranges import Sums, checksum_ranges, crc32c
 from penstock.transfer.storage.io_threads import Bounce
 
 ALIGNMENT = 4096

@@ -15,7 +15,7 @@ from penstock.core.descriptors import Descriptors, Keys, MemoryKind, OffsetArray
 from penstock.core.errors import ChecksumMismatch, ProtocolError, TransferError, TransferRefused
 from penstock.core.wire import Wire, encode, pack_hashes, unpack_hashes
 from penstock.seams import Link, TransportHost
-from penstock.transfer.regions.checksum import Sums, checksum_ranges
+from penstock.transfer.regions.ranges import Sums, checksum_ranges
 from penstock.transfer.regions.regions import addresses_of, distinct
 
 RANGES_MAX = 1 << 16

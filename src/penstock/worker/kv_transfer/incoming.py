@@ -30,7 +30,7 @@ from penstock.core.wire import HashArray, unpack_hashes
 from penstock.runtime import spans
 from penstock.seams import KvBlocks, KvNames, KvPartialBlocks, KvRun
 from penstock.transfer import Peer
-from penstock.transfer.regions.waiting import settled
+from penstock.transfer.regions.ranges import settled
 from penstock.worker.config import KvTransferConfig
 from penstock.worker.kv_transfer.reader import Origin, PeerSource, PeerSpeeds, Reader, names_of
 

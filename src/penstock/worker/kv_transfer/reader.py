@@ -31,10 +31,10 @@ from penstock.core.types.kv import KvAccess, KvLayout
 from penstock.core.types.load import KvRead
 from penstock.core.types.requests import TRANSFER_ID_BYTES, KvHandle
 from penstock.core.wire import HashArray, Wire, encode, unpack_hashes
-from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.load_or_compute import MeasuredSpeed
 from penstock.seams import KvBlocks, KvGrouped, KvNames
 from penstock.transfer import Access, Peer, TransferAgent
-from penstock.transfer.reshard.moves import ReshardPlan, mismatch, plan, region_bytes
+from penstock.transfer.reshard import ReshardPlan, mismatch, plan, region_bytes
 
 TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
 

@@ -8,7 +8,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.deploy.supervisor.resources import HostArena
 from penstock.graph import RoleSpec
-from penstock.kv.namespace import Namespace
+from penstock.kv.block_store import Namespace
 from tests.support.shared_host import HostWorker
 from tests.support.slots import chain
 

@@ -11,7 +11,7 @@ from penstock.engine.kv_tiers import KvConfig, TierSize, tier_maker
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.kv.host import memory
+from penstock.kv import host_arena
 from penstock.testing.engines.probe import EngineProbe, make_request
 from penstock.testing.loop import run_async
 from tests.support.held_tier import HeldTier
@@ -114,7 +114,7 @@ def test_sizes_that_no_tier_can_have_are_refused(text, why):
 
 
 async def test_a_tier_larger_than_the_hosts_memory_is_refused_before_it_takes_any(monkeypatch):
-    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 1 << 29)
+    monkeypatch.setattr(host_arena, "free_memory_bytes", lambda: 1 << 29)
     probe = engine(blocks=2_000, host="9000x")
     with pytest.raises(ConfigError, match=r"kv\.host: 18,000,000 blocks of 32 bytes .* free"):
         await probe.start()

@@ -16,7 +16,7 @@ from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import SequenceLimits
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool import BlockPool
 
 PROMPT_TOKENS = (3, 150)
 NUM_PROMPTS = 32

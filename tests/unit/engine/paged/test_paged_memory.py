@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from penstock.engine.paged import memory as memory_module  # noqa: E402
 from penstock.engine.paged.memory import KvMemory, KvShape, free_memory_bytes, plan_blocks  # noqa: E402
-from penstock.transfer.regions import free_memory  # noqa: E402
+from penstock.transfer.regions import arena  # noqa: E402
 
 pytestmark = pytest.mark.engine
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_files_that_were_read_are_free_memory_of_a_control_group(monkeypatch, tm
         ("memory.stat", "inactive_file 5000000\n"),
     ):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(free_memory, "_CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(arena, "_CONTROL_GROUP", tmp_path)
     assert free_memory_bytes(CPU) == 6_000_000
     (tmp_path / "memory.max").write_text("max")
     assert free_memory_bytes(CPU) > 6_000_000

@@ -14,7 +14,7 @@ from penstock.engine.kv_tiers import KvConfig, tier_maker  # noqa: E402
 from penstock.engine.paged.config import PagedConfig  # noqa: E402
 from penstock.engine.paged.engine import paged_engine  # noqa: E402
 from penstock.engine.paged.model.groups import LayerGroups  # noqa: E402
-from penstock.kv.groups.windows import Windows  # noqa: E402
+from penstock.kv.groups import Windows  # noqa: E402
 
 pytestmark = pytest.mark.engine
 WINDOW, SIZE = 48, 8

@@ -7,8 +7,8 @@ from penstock.core.hashing import block_hashes
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import Sampled, SequenceLimits
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool
 from penstock.testing.engines.probe import make_request
 from tests.support.held_tier import HeldTier
 

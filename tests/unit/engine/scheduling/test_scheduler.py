@@ -6,7 +6,7 @@ from penstock.core.types.requests import FinishReason, SamplingParams
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import Sampled, SequenceLimits
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool import BlockPool
 from penstock.testing.engines.probe import make_request
 
 SIZE = 4

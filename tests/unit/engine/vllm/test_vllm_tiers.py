@@ -20,7 +20,7 @@ from penstock.engine.vllm.engine_launch import engine_launch
 from penstock.engine.vllm.tiers.prompts import PromptHashes, StepTokens
 from penstock.engine.vllm.tiers.settings import HASH_KEY, TierSettings, with_tiers
 from penstock.engine.vllm.tiers.stats import TierStats, pack_stats
-from penstock.kv.host.memory import HostPart
+from penstock.kv.host_arena import HostPart
 
 KEY = bytes(range(16))
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}

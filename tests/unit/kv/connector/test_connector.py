@@ -10,13 +10,13 @@ import pytest
 
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.core.wire import hash_list, pack_hashes
+from penstock.kv.block_store import Namespace
 from penstock.kv.connector import worker as worker_module
 from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.staging import Staging
-from penstock.kv.disk.slot_file import SlotFile
-from penstock.kv.host.host_tier import HostTier
-from penstock.kv.measured import MeasuredSpeed
-from penstock.kv.namespace import Namespace
+from penstock.kv.host_tier import HostTier
+from penstock.kv.load_or_compute import MeasuredSpeed
+from penstock.kv.slot_file import SlotFile
 from penstock.kv.stored_tier import StoredTier
 from penstock.seams.kv import KvTier
 from tests.support.connected import BLOCK_BYTES, BLOCK_SIZE, WAIT_S, Connected, damage, hashes_of

@@ -7,9 +7,8 @@ import pytest
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.core.wire import HashArray, hash_list
 from penstock.kv.connector.staging import Staging
-from penstock.kv.groups.group import GroupKind, KvGroup
-from penstock.kv.groups.groups import KvGroups
-from penstock.kv.host.host_tier import HostTier
+from penstock.kv.groups import GroupKind, KvGroup, KvGroups
+from penstock.kv.host_tier import HostTier
 from penstock.seams.kv import KvTier
 from tests.support.connected import BLOCK_SIZE, Connected, damage, hashes_of
 

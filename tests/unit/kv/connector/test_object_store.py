@@ -10,10 +10,10 @@ from obstore.store import MemoryStore
 from penstock.core.types.events import AllBlocksCleared, BlockStored, Holder, KvEvent, Tier
 from penstock.core.types.instances import KvHolder
 from penstock.core.wire import HashArray, hash_list
+from penstock.kv.block_store import Namespace
 from penstock.kv.connector.staging import Staging
-from penstock.kv.namespace import Namespace
-from penstock.kv.object.config import PacksConfig
-from penstock.kv.object.packs import ObjectPacks
+from penstock.kv.object_packs import ObjectPacks
+from penstock.kv.pack_index import PacksConfig
 from penstock.kv.stored_tier import StoredTier
 from penstock.seams.kv import KvTier
 from tests.support.connected import BLOCK_BYTES, BLOCK_SIZE

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import DeadlineExceeded, PenstockError, TransferError
-from penstock.kv.disk.slot_file import SlotFile
+from penstock.kv.slot_file import SlotFile
 from penstock.testing.loop import run_async
 from penstock.transfer.storage.slots import RECORD, SUFFIX, seal
 from tests.support.sick_disk import SickDisk
@@ -153,7 +153,7 @@ async def test_sources_that_change_after_a_deadline_are_never_published(
 async def test_closing_does_not_wait_for_a_hung_disk(
     tmp_path: Path, disk: SickDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.kv.disk.slot_file._CLOSE_S", 0.05)
+    monkeypatch.setattr("penstock.kv.slot_file._CLOSE_S", 0.05)
     slots = await filled(tmp_path / "kv", disk=disk)
     disk.be("hangs")
     with pytest.raises(DeadlineExceeded):
@@ -197,7 +197,7 @@ async def test_a_probe_keeps_nothing_and_spares_what_is_kept(tmp_path: Path) -> 
 async def test_a_probe_of_a_disk_that_fails_or_hangs_ends_soon_and_nobody_gets_slots_that_hang(
     tmp_path: Path, disk: SickDisk, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("penstock.kv.disk.probe._TIMEOUT_S", 0.05)
+    monkeypatch.setattr("penstock.kv.slot_file._TIMEOUT_S", 0.05)
     slots = make(tmp_path / "kv", disk=disk, threads=1)
     disk.be(fault)
     assert slots.probe() is None

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.kv.disk.slot_file import SlotFile
-from penstock.kv.namespace import Namespace
+from penstock.kv.block_store import Namespace
+from penstock.kv.slot_file import SlotFile
 from penstock.testing.loop import run_async
 from penstock.transfer.storage.slots import SUFFIX
 from tests.support.slots import BLOCK_BYTES, NAMESPACE, chain, content, targets

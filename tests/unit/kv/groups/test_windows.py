@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.groups.windows import Windows
+from penstock.kv.groups import Windows
 
 GPT_OSS = Windows(((128, 18),), 18)
 

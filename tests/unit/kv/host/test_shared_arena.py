@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Holder, Tier
 from penstock.core.wire import unpack_hashes
-from penstock.kv.host import memory
-from penstock.kv.host.extent import NOTES, ExtentLayout
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv import host_arena
+from penstock.kv.host_arena import NOTES, ExtentLayout
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool
 from penstock.testing.loop import run_async
 from penstock.transfer.storage.slots import RECORD
 from tests.support.shared_host import BLOCK_BYTES, SLOTS, HostWorker, SharedHost
@@ -104,7 +104,7 @@ async def test_an_extent_of_another_size_is_begun_anew_and_the_others_hear_of_it
 
 
 async def test_another_process_on_the_same_extent_is_refused(monkeypatch):
-    monkeypatch.setattr(memory, "_LOCK_PAUSE_S", 0)
+    monkeypatch.setattr(host_arena, "_LOCK_PAUSE_S", 0)
     host = SharedHost()
     one = host.worker(0)
     with pytest.raises(ConfigError, match=r"kv\.host: another process has the extent at byte 0 "):

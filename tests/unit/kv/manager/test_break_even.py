@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from penstock.kv.manager.break_even import BreakEven
-from penstock.kv.measured import MeasuredPrefill
+from penstock.kv.load_or_compute import BreakEven, MeasuredPrefill
 from tests.support.held_tier import HeldTier
 
 BLOCK_SIZE = 4

@@ -3,8 +3,8 @@
 import numpy as np
 
 from penstock.core.hashing import block_hashes
-from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.manager import KvManager
+from penstock.kv.pool import BlockPool
 from tests.support.held_tier import HeldTier
 from tests.support.manual_clock import ManualClock
 

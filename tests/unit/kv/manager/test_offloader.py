@@ -3,10 +3,10 @@
 import numpy as np
 
 from penstock.core.hashing import block_hashes
-from penstock.kv.manager.counters import TierCounters
-from penstock.kv.manager.offloader import Offloader
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import BlockUse
+from penstock.kv.eviction import BlockUse
+from penstock.kv.loads import TierCounters
+from penstock.kv.manager import Offloader
+from penstock.kv.pool import BlockPool
 from tests.support.held_tier import HeldTier
 
 

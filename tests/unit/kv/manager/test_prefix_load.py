@@ -3,7 +3,7 @@
 import numpy as np
 
 from penstock.core.hashing import block_hashes
-from penstock.kv.manager.prefix_load import PrefixLoad, find_runs
+from penstock.kv.loads import PrefixLoad, find_runs
 from tests.support.held_tier import HeldTier
 from tests.support.manual_clock import ManualClock
 

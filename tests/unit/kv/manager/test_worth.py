@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.kv.manager.worth import late_after_s, worth_loading
+from penstock.kv.load_or_compute import late_after_s, worth_loading
 
 BLOCK = 10
 FAST, SLOW = "fast", "slow"

@@ -4,8 +4,8 @@ import numpy as np
 
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.core.wire import unpack_hashes
-from penstock.kv.object import index as index_module
-from penstock.kv.object.index import PackIndex
+from penstock.kv import pack_index as index_module
+from penstock.kv.pack_index import PackIndex
 from penstock.transfer.storage.packs import RECORD, Pack
 from tests.support.slots import chain
 

@@ -11,11 +11,9 @@ import pytest
 from obstore.store import MemoryStore
 
 from penstock.core.errors import ConfigError, DeadlineExceeded, TransferError
-from penstock.kv.breaker import CircuitBreaker
-from penstock.kv.guarded import BlockStore, GuardedStore
-from penstock.kv.namespace import Namespace
-from penstock.kv.object.config import PacksConfig
-from penstock.kv.object.packs import ObjectPacks
+from penstock.kv.block_store import BlockStore, CircuitBreaker, GuardedStore, Namespace
+from penstock.kv.object_packs import ObjectPacks
+from penstock.kv.pack_index import PacksConfig
 from penstock.transfer.storage.packs import head_bytes
 from tests.support.slots import BLOCK_BYTES, NAMESPACE, chain, content, targets
 
@@ -112,7 +110,7 @@ async def test_packs_beyond_their_age_are_deleted(monkeypatch: pytest.MonkeyPatc
         await packs.store(HASHES, BLOCKS)
         assert await packs.collect() == 0
         later = (now + timedelta(hours=2)).timestamp()
-        monkeypatch.setattr("penstock.kv.object.catalogue.wall_time_s", lambda: later)
+        monkeypatch.setattr("penstock.kv.pack_index.wall_time_s", lambda: later)
         assert await packs.collect() == 2
         assert (packs.locate(HASHES), packs.counts.packs_deleted) == (0, 2)
     assert not listed(store)
@@ -190,7 +188,7 @@ async def test_errors_of_the_store_turn_the_tier_off_with_one_warning(monkeypatc
 
 async def test_a_store_that_hangs_keeps_nobody_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch):
     sick = Sick(monkeypatch)
-    monkeypatch.setattr("penstock.kv.object.packs._CLOSE_S", 0.01)
+    monkeypatch.setattr("penstock.kv.object_packs._CLOSE_S", 0.01)
     async with make(MemoryStore()) as packs:
         await packs.store(HASHES[:4], BLOCKS[:4])
         sick.hangs = True
@@ -215,7 +213,7 @@ async def test_a_store_that_hangs_keeps_nobody_beyond_the_deadline(monkeypatch: 
 
 async def test_loads_do_not_wait_behind_puts_that_hang(monkeypatch: pytest.MonkeyPatch):
     sick = Sick(monkeypatch)
-    monkeypatch.setattr("penstock.kv.object.packs._CLOSE_S", 0.01)
+    monkeypatch.setattr("penstock.kv.object_packs._CLOSE_S", 0.01)
     async with make(MemoryStore(), requests=1) as packs:
         await packs.store(HASHES[:4], BLOCKS[:4])
         sick.hangs = True

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv.namespace import Namespace
-from penstock.transfer.regions.checksum import crc32c
+from penstock.kv.block_store import Namespace
+from penstock.transfer.regions.ranges import crc32c
 from penstock.transfer.storage.packs import (
     BLOCKS_MAX,
     RECORD,

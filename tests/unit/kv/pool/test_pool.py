@@ -4,7 +4,7 @@ import pytest
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import BlockRemoved
 from penstock.core.wire import pack_hashes
-from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool import BlockPool
 
 
 @pytest.fixture(params=[False, True], ids=["native", "reference"])

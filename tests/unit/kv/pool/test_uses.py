@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import BlockUse, PrefillPrice
+from penstock.kv.eviction import BlockUse, PrefillPrice
+from penstock.kv.pool import BlockPool
 from tests.unit.kv.pool.test_pool import chain
 
 ONCE = BlockUse()

@@ -10,9 +10,9 @@ from penstock.core.errors import RequestError
 from penstock.core.types.requests import KvRetention
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.tenants import tenant_number
-from penstock.kv.pool.use import BlockUse, UseKind
+from penstock.kv.eviction import BlockUse, UseKind
+from penstock.kv.pool import BlockPool
+from penstock.kv.reference_pool import tenant_number
 from penstock.kv.sessions.config import SessionsConfig
 from penstock.kv.sessions.retention import Retention
 from penstock.sim.loop.loop import run_virtual

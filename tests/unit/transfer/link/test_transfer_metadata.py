@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.errors import PeerLost, ProtocolError, TransferRefused
 from penstock.transfer import TransferAgent, TransferConfig
-from penstock.transfer.link.metadata import TRANSFER_VERSION, decode_metadata, encode_metadata
+from penstock.transfer.link.frames import TRANSFER_VERSION, decode_metadata, encode_metadata
 
 IN_PROCESS = TransferConfig(listen=("memory",))
 

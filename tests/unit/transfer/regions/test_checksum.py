@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from penstock.transfer.regions.checksum import checksum_ranges, checksum_ranges_python
+from penstock.transfer.regions.ranges import checksum_ranges, checksum_ranges_python
 
 IMPLEMENTATIONS = pytest.mark.parametrize("sums_of", [checksum_ranges, checksum_ranges_python])
 

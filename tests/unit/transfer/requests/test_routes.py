@@ -9,7 +9,7 @@ import pytest
 from penstock.core.descriptors import Descriptors, TransferCost
 from penstock.core.errors import DeadlineExceeded, TransferCancelled, TransferError, TransferRefused
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
-from penstock.transfer.requests.handle import Telemetry, TransferHandle
+from penstock.transfer.requests.handles import Telemetry, TransferHandle
 from penstock.transfer.requests.routes import Route, choose
 from penstock.transfer.transports.memory import MemoryTransport
 from tests.support.fake_transport import FakeTransport

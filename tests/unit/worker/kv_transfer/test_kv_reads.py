@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import Role
-from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.load_or_compute import MeasuredSpeed
 from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.worker.kv_transfer.reader import KvReads, PeerSource

@@ -9,7 +9,7 @@ import pytest
 from penstock.core.errors import Overloaded
 from penstock.core.wire import pack_tokens
 from penstock.transfer.regions import copies
-from penstock.transfer.regions.checksum import checksum_ranges, copy_summed
+from penstock.transfer.regions.ranges import checksum_ranges, copy_summed
 from penstock.worker.config import KvTransferConfig, WorkerConfig
 from tests.support import kv_transfer_scene
 from tests.support.flipped import flip

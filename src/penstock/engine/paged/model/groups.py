@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.kv.groups.group import GroupKind, KvGroup
-from penstock.kv.groups.groups import KvGroups
-from penstock.kv.groups.windows import ONE_TABLE, Windows
+from penstock.kv.groups import ONE_TABLE, GroupKind, KvGroup, KvGroups, Windows
 
 
 @dataclass(frozen=True, slots=True)

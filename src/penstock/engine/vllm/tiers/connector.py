@@ -32,8 +32,7 @@ from penstock.engine.vllm.tiers.storage import device_process
 from penstock.kv.connector.orders import Orders, Report
 from penstock.kv.connector.scheduler import KvConnectorScheduler
 from penstock.kv.connector.worker import KvConnectorWorker
-from penstock.kv.groups.group import KvGroup
-from penstock.kv.groups.groups import KvGroups
+from penstock.kv.groups import KvGroup, KvGroups
 
 _AWAITED_S = 30.0
 """A late load ends in far less; after that its blocks may still be written, and the step must not begin."""

@@ -6,7 +6,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from penstock.core.errors import ConfigError
 from penstock.engine.vllm.launch.arguments import tokens_per_block
-from penstock.kv.groups.group import GroupKind, KvGroup
+from penstock.kv.groups import GroupKind, KvGroup
 
 _KINDS = {
     "full_attention": GroupKind.FULL,

@@ -16,7 +16,7 @@ from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.launch.adapters import lora_paths
 from penstock.engine.vllm.launch.nixl import given_config
 from penstock.engine.weights_digest import weights_digest, weights_stamp
-from penstock.kv.host.memory import HostPart
+from penstock.kv.host_arena import HostPart
 
 CONNECTOR = "PenstockConnector"
 _MODULE = "penstock.engine.vllm.tiers.connector"

@@ -26,7 +26,7 @@ from penstock.core.errors import (
 )
 from penstock.core.wire import Wire
 from penstock.seams import Link, Move
-from penstock.transfer.regions.checksum import Sums as SumArray
+from penstock.transfer.regions.ranges import Sums as SumArray
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
 from penstock.transfer.transports.nixl.frames import Given, Known, Place, decode
 from penstock.transfer.transports.nixl.thread import NONCE_BYTES, Flight, Handles, NixlThread, Plan, Rows, row

@@ -25,20 +25,14 @@ from penstock.core.errors import (
 )
 from penstock.core.framing import UnknownFrame
 from penstock.seams import Link, Move
+from penstock.transfer.regions.ranges import settled
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
-from penstock.transfer.regions.waiting import settled
-from penstock.transfer.transports.tcp.batch import (
-    Batch,
-    check_sums,
-    checksums_of,
-    cut,
-    gather,
-    places_in,
-    scatter,
-)
-from penstock.transfer.transports.tcp.frames import (
+from penstock.transfer.transports.tcp.server import STREAM_NUMBER_BYTES
+from penstock.transfer.transports.tcp.stream import DataStream, StreamBroken, StreamRoom
+from penstock.transfer.transports.tcp_frames import (
     RANGES_MAX,
     WINDOW_MAX,
+    Batch,
     Contact,
     Done,
     Ended,
@@ -50,10 +44,14 @@ from penstock.transfer.transports.tcp.frames import (
     Stop,
     StreamReady,
     TcpFrame,
+    check_sums,
+    checksums_of,
+    cut,
     encode_frame,
+    gather,
+    places_in,
+    scatter,
 )
-from penstock.transfer.transports.tcp.server import STREAM_NUMBER_BYTES
-from penstock.transfer.transports.tcp.stream import DataStream, StreamBroken, StreamRoom
 
 _SPLIT_BYTES = 2 << 20
 """Shorter transfers use one stream, since each further stream costs a message."""

@@ -17,12 +17,13 @@ from penstock.core.errors import (
 from penstock.core.framing import UnknownFrame
 from penstock.core.log import get_logger
 from penstock.seams import Link, TransportHost
-from penstock.transfer.link.socket_io import receive_exactly
+from penstock.transfer.config import TcpConfig
+from penstock.transfer.link.frames import receive_exactly
 from penstock.transfer.regions.regions import addresses_of, distinct
-from penstock.transfer.tcp_config import TcpConfig
-from penstock.transfer.transports.tcp.batch import Batch, check_sums, checksums_of, gather, places_in, scatter
-from penstock.transfer.transports.tcp.frames import (
+from penstock.transfer.transports.tcp.stream import DataStream, StreamRoom, StreamStalled
+from penstock.transfer.transports.tcp_frames import (
     INLINE_BYTES_MAX,
+    Batch,
     Done,
     Ended,
     Get,
@@ -33,9 +34,13 @@ from penstock.transfer.transports.tcp.frames import (
     Stop,
     StreamReady,
     TcpFrame,
+    check_sums,
+    checksums_of,
     encode_frame,
+    gather,
+    places_in,
+    scatter,
 )
-from penstock.transfer.transports.tcp.stream import DataStream, StreamRoom, StreamStalled
 
 STREAM_NUMBER_BYTES = 4
 

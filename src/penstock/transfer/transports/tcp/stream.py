@@ -16,10 +16,10 @@ import numpy as np
 
 from penstock.core.descriptors import OffsetArray
 from penstock.core.errors import TransferError, TransferRefused
-from penstock.transfer.regions.waiting import settled
-from penstock.transfer.transports.tcp.batch import HEADER_BYTES, Batch
+from penstock.transfer.regions.ranges import settled
 from penstock.transfer.transports.tcp.streams import Streamed, StreamEnd, receive_ranges, send_ranges
 from penstock.transfer.transports.tcp.tls_streams import receive_ranges_tls, send_ranges_tls
+from penstock.transfer.transports.tcp_frames import HEADER_BYTES, Batch
 
 _KEEPALIVE_S = 60
 """An idle stream is probed after this time, so that firewalls keep it and a dead one is closed."""

@@ -12,12 +12,12 @@ from penstock.core.descriptors import MAIN_MEMORY, Access, Region, RegionInfo
 from penstock.core.errors import PeerLost, PenstockError, TransferError, TransferRefused
 from penstock.core.wire import encode
 from penstock.seams import Link, TransferChannel, TransportHost
-from penstock.transfer.tcp_config import TcpConfig
-from penstock.transfer.transports.quiet import QuietTransport
+from penstock.transfer.config import TcpConfig
+from penstock.transfer.transports.memory import QuietTransport
 from penstock.transfer.transports.tcp.channel import TcpChannel
-from penstock.transfer.transports.tcp.frames import INLINE_BYTES_MAX, TCP_VERSION, Contact, decode_frame
 from penstock.transfer.transports.tcp.server import TcpServer, TcpSession
 from penstock.transfer.transports.tcp.stream import StreamRoom
+from penstock.transfer.transports.tcp_frames import INLINE_BYTES_MAX, TCP_VERSION, Contact, decode_frame
 
 
 class TcpTransport(QuietTransport):
