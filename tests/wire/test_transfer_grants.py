@@ -16,7 +16,7 @@ from penstock.core.wire import encode
 from penstock.transfer import Access, TransferAgent, TransferConfig
 from penstock.transfer.link import grants
 from penstock.transfer.link.grants import GRANTS, Grant, GrantRequest, request_over
-from penstock.transfer.transports.memory import QuietTransport
+from penstock.transfer.transports.quiet import QuietTransport
 from tests.support.until import until
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE

@@ -21,7 +21,7 @@ from penstock.core.errors import (
 )
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.config import TcpConfig
-from penstock.transfer.transports.memory import QuietTransport
+from penstock.transfer.transports.quiet import QuietTransport
 from penstock.transfer.transports.tcp.transport import TcpTransport
 from penstock.transfer.transports.tcp_frames import (
     Contact,

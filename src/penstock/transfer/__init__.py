@@ -25,7 +25,7 @@ from penstock.transfer.config import CopyConfig, StorageConfig, TcpConfig, TlsCo
 from penstock.transfer.regions.arena import Arena
 from penstock.transfer.regions.regions import Registration, RemoteRegion
 from penstock.transfer.requests.handles import PreparedTransfer, Telemetry, TransferHandle, TransferState
-from penstock.transfer.requests.peers import Peer
+from penstock.transfer.requests.peer import Peer
 from penstock.transfer.storage.file import FileRegion
 from penstock.transfer.storage.object import ObjectRegion
 

@@ -17,20 +17,21 @@ from penstock.core.errors import (
 from penstock.core.log import get_logger
 from penstock.seams import Storage, Transport
 from penstock.transfer.config import TransferConfig
+from penstock.transfer.counters import TransferCounters, add
 from penstock.transfer.default_transports import allowed, default_transports
 from penstock.transfer.link.connections import Connections
 from penstock.transfer.link.frames import decode_metadata
 from penstock.transfer.link.grants import Grants
 from penstock.transfer.link.handshake import Identity
 from penstock.transfer.link.links import AgentLink
-from penstock.transfer.metrics import TransferCounters, add
 from penstock.transfer.notification_queue import NotificationQueue
+from penstock.transfer.peer_table import PeerTable
 from penstock.transfer.regions.arena import region_of
 from penstock.transfer.regions.copies import pair_ranges
 from penstock.transfer.regions.quarantine import Quarantine
 from penstock.transfer.regions.regions import RegionTable, Registration, RemoteRegion
 from penstock.transfer.requests.handles import PreparedTransfer, RunningTransfers, TransferHandle
-from penstock.transfer.requests.peers import Peer, PeerTable
+from penstock.transfer.requests.peer import Peer
 from penstock.transfer.requests.routes import Route
 
 _log = get_logger()

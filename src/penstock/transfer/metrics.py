@@ -1,7 +1,6 @@
 """What agents count, for Prometheus: `registry.register(TransferCollector([agent]))`."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -77,26 +76,3 @@ def _counter(noun: str, text: str, *labels: str) -> CounterMetricFamily:
 def _add(family: CounterMetricFamily, agent: str, counts: Mapping[str, int]) -> None:
     for label, count in counts.items():
         family.add_metric([agent, label], count)
-
-
-@dataclass(slots=True)
-class TransferCounters:
-    """Totals since the agent began; mappings are by transport.
-
-    `refused` counts peers' refused requests by error code; `lost_peers` counts links that ended without a disconnect here.
-    """
-
-    read_bytes: dict[str, int] = field(default_factory=dict)
-    written_bytes: dict[str, int] = field(default_factory=dict)
-    transfers: dict[str, int] = field(default_factory=dict)
-    failed_transfers: dict[str, int] = field(default_factory=dict)
-    failed_over_transfers: dict[str, int] = field(default_factory=dict)
-    cancelled_transfers: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
-    notifications_sent: int = 0
-    notifications_received: int = 0
-    lost_peers: int = 0
-
-
-def add(counts: dict[str, int], key: str, amount: int = 1) -> None:
-    counts[key] = counts.get(key, 0) + amount

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from penstock.core.errors import Overloaded, ProtocolError, TransferRefused
+from penstock.transfer.counters import TransferCounters
 from penstock.transfer.link.frames import NOTIFICATION_BYTES_MAX
 from penstock.transfer.link.links import AgentLink
-from penstock.transfer.metrics import TransferCounters
 
 
 class NotificationQueue:

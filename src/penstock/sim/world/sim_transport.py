@@ -9,7 +9,7 @@ from penstock.core.descriptors import Access, RangePairs, Region, RegionInfo, Tr
 from penstock.perf.topology import NetworkPath
 from penstock.seams import Link, TransportHost
 from penstock.sim.world.network import SimNetwork
-from penstock.transfer.transports.memory import QuietTransport
+from penstock.transfer.transports.quiet import QuietTransport
 
 NAME = "timed"
 _CROSSINGS = 4

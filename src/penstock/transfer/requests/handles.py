@@ -21,10 +21,10 @@ from penstock.core.errors import (
 from penstock.core.log import get_logger
 from penstock.seams import Move
 from penstock.transfer.config import TransferConfig
-from penstock.transfer.metrics import TransferCounters, add
+from penstock.transfer.counters import TransferCounters, add
 from penstock.transfer.notification_queue import NotificationQueue
 from penstock.transfer.regions.regions import distinct
-from penstock.transfer.requests.peers import Peer
+from penstock.transfer.requests.peer import Peer
 from penstock.transfer.requests.routes import Route, choose, next_of
 
 

@@ -1,9 +1,7 @@
 """Transport `memory`: copies between agents of one process, and within one agent. The reference for all others."""
 
-import asyncio
 import os
 import secrets
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
@@ -11,50 +9,17 @@ from weakref import WeakValueDictionary
 from penstock.core.descriptors import (
     MAIN_MEMORY,
     Access,
-    Granted,
-    Keys,
     RangePairs,
     Region,
     RegionInfo,
     TransferCost,
     TransferOp,
 )
-from penstock.core.errors import PenstockError, ProtocolError, TransferError, TransferRefused
+from penstock.core.errors import TransferError
 from penstock.seams import Link, Move, TransferChannel, TransportHost
 from penstock.transfer.regions.copies import CopyMove
 from penstock.transfer.regions.regions import addresses_of, other_kind
-
-
-class QuietTransport:
-    """Defaults of `seams.Transport` for a transport whose owner moves the bytes itself."""
-
-    name: str
-    setup_s = 0.0
-
-    def receive(self, link: Link, payload: bytes) -> None:
-        raise ProtocolError(
-            f"agent {link.peer}: {len(payload)} bytes for transport {self.name}, which says nothing to peers"
-        )
-
-    def accept(self, link: Link, stream: socket.socket) -> None:
-        stream.close()
-        raise TransferRefused(f"agent {link.peer}: transport {self.name} uses no streams")
-
-    async def grant(self, link: Link, keys: Keys, payload: bytes) -> Granted:
-        del keys, payload
-        raise TransferRefused(f"agent {link.peer}: transport {self.name} grants nothing")
-
-    def exposed_to(self, link: Link) -> Collection[int]:
-        del link
-        return ()
-
-    def lingering(self, user: Link | int) -> Collection["asyncio.Future[None]"]:
-        del user
-        return ()
-
-    def lost(self, link: Link, error: PenstockError) -> None:
-        """Do nothing: the agent ends what is under way."""
-
+from penstock.transfer.transports.quiet import QuietTransport
 
 _COST = TransferCost(start_s=5e-6, range_s=2e-7, bytes_per_s=10e9)
 """A copy on two cores of an AMD EPYC: 10 to 19 GB/s, measured."""

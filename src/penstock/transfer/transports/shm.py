@@ -49,7 +49,7 @@ from penstock.transfer.regions.ranges import (
     write_process,
 )
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
-from penstock.transfer.transports.memory import QuietTransport
+from penstock.transfer.transports.quiet import QuietTransport
 from penstock.transfer.transports.sums import answer_sums, ask_sums, compare_sums, expect_equal
 
 _EXITING = 4

@@ -34,10 +34,10 @@ from penstock.transfer.regions.quarantine import call_after
 from penstock.transfer.regions.ranges import Sums as SumArray
 from penstock.transfer.regions.ranges import checksum_ranges
 from penstock.transfer.regions.regions import addresses_of
-from penstock.transfer.transports.memory import QuietTransport
 from penstock.transfer.transports.nixl.channel import KINDS, NAME, NixlChannel
 from penstock.transfer.transports.nixl.frames import Given, Known, Place
 from penstock.transfer.transports.nixl.thread import Flight, NixlThread, find_modules, load_bindings, row
+from penstock.transfer.transports.quiet import QuietTransport
 from penstock.transfer.transports.sums import answer_sums
 
 _CONTACT = b"1"

@@ -13,7 +13,7 @@ from penstock.core.errors import PeerLost, PenstockError, TransferError, Transfe
 from penstock.core.wire import encode
 from penstock.seams import Link, TransferChannel, TransportHost
 from penstock.transfer.config import TcpConfig
-from penstock.transfer.transports.memory import QuietTransport
+from penstock.transfer.transports.quiet import QuietTransport
 from penstock.transfer.transports.tcp.channel import TcpChannel
 from penstock.transfer.transports.tcp.server import TcpServer, TcpSession
 from penstock.transfer.transports.tcp.stream import StreamRoom
