@@ -6,7 +6,7 @@ import pytest
 
 from penstock.kv.eviction import BlockUse, PrefillPrice
 from penstock.kv.pool import BlockPool
-from tests.unit.kv.pool.test_pool import chain
+from tests.unit.kv.test_pool import chain
 
 ONCE = BlockUse()
 
