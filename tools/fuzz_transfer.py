@@ -15,8 +15,8 @@ except ModuleNotFoundError:
 
 from penstock.core.descriptors import TransferOp
 from penstock.core.wire import encode
-from penstock.transfer.link.grants import GrantRequest
 from penstock.transfer.link.frames import TRANSFER_VERSION, AgentMetadata, encode_metadata
+from penstock.transfer.link.grants import GrantRequest
 from penstock.transfer.transports.tcp_frames import Get, PackedRanges, Push, Put, encode_frame
 from tests.support.wire_targets import TARGETS
 
