@@ -299,33 +299,33 @@ def _vllm_follows(spec: EngineSpec, ready: Callable[[], None]) -> None:
 
 
 def _sglang(spec: EngineSpec) -> Engine:
-    from penstock.engine.sglang.engine import SglangEngine  # noqa: PLC0415 - only where it is used
+    from penstock.engine.openai.make import make_sglang  # noqa: PLC0415 - aiohttp takes 0.1 s to import
 
-    return SglangEngine(spec)
+    return make_sglang(spec)
 
 
 def _sglang_follows(spec: EngineSpec, ready: Callable[[], None]) -> None:
-    from penstock.engine.sglang.follower import follow  # noqa: PLC0415 - only where it is used
+    from penstock.engine.openai.sglang_server import sglang_follows  # noqa: PLC0415 - as above
 
-    follow(spec, ready)
+    sglang_follows(spec, ready)
 
 
 def _describe_sglang(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
-    from penstock.engine.sglang.arguments import engine_launch  # noqa: PLC0415
+    from penstock.engine.openai.sglang_server import sglang_launch  # noqa: PLC0415 - as above
 
-    return engine_launch(spec, host)
+    return sglang_launch(spec, host)
 
 
 def _trtllm(spec: EngineSpec) -> Engine:
-    from penstock.engine.trtllm.engine import TrtllmEngine  # noqa: PLC0415
+    from penstock.engine.openai.make import make_trtllm  # noqa: PLC0415 - as above
 
-    return TrtllmEngine(spec)
+    return make_trtllm(spec)
 
 
 def _describe_trtllm(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
-    from penstock.engine.trtllm.arguments import engine_launch  # noqa: PLC0415
+    from penstock.engine.openai.trtllm_server import trtllm_launch  # noqa: PLC0415 - as above
 
-    return engine_launch(spec, host)
+    return trtllm_launch(spec, host)
 
 
 _KINDS = {

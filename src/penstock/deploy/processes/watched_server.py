@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.core.errors import PenstockError
+from penstock.core.errors import PenstockError, WrongServerError
 from penstock.core.types.events import AllBlocksCleared, KvEvent
 from penstock.core.types.instances import Role
 from penstock.engine.kv_events.translator import check_block_size
@@ -15,8 +15,8 @@ from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.events import followed
 from penstock.engine.openai.health.watch import HealthWatch
 from penstock.engine.openai.metrics import ServerLoad
-from penstock.engine.openai.pairs import http_transfer, transfer_kind
-from penstock.engine.openai.server import ServedModel, Server
+from penstock.engine.openai.paired import has_gateway_fields, http_transfer
+from penstock.engine.openai.server import ServedModel, Server, transfer_kind
 from penstock.engine.openai.text import TextCodec
 from penstock.router.service import gateway
 from penstock.router.service.routing_service import RoutingService
@@ -113,6 +113,11 @@ class WatchedServer:
     async def _try(self) -> tuple[ServedModel, ServerLoad | None]:
         described = await self._server.check()
         await self._server.try_out(described)
+        if self._role is Role.PREFILL and not has_gateway_fields(self._server.api):
+            raise WrongServerError(
+                f"{self._server.name}: a gateway cannot pass on what a pair of TensorRT-LLM needs; name pairs of vLLM or SGLang, or"
+                " serve this one by `penstock serve --prefill-url`"
+            )
         try:
             load = await self._server.load()
         except PenstockError:

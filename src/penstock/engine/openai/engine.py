@@ -2,14 +2,17 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from penstock.core.errors import (
     ConfigError,
+    EngineError,
     Overloaded,
     PenstockError,
     RequestError,
@@ -24,12 +27,12 @@ from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import num_tokens, unpack_tokens
-from penstock.engine.kv_events.subscriber import KvEventSubscriber, Publish
 from penstock.engine.kv_events.translator import check_block_size
+from penstock.engine.openai.apis.api import client_salt
 from penstock.engine.openai.config import ServerConfig
+from penstock.engine.openai.events import Follow
 from penstock.engine.openai.health.watch import HealthWatch
 from penstock.engine.openai.metrics import ServerLoad
-from penstock.engine.openai.pairs import fields_of
 from penstock.engine.openai.prefixes.advertised import AdvertisedPrefixes
 from penstock.engine.openai.prefixes.watch import PrefixWatch
 from penstock.engine.openai.server import DEPLOYMENT, Server
@@ -55,8 +58,12 @@ class Serving:
     max_batch_tokens: int
     root: bytes = b""
     """Parent of every first block hash of prompts without a salt, 16 bytes; empty: what another deployment holds is not asked for."""
-    follow: Callable[[Publish], KvEventSubscriber] | None = None
-    """Makes the subscriber to the server's KV events; None: routers predict what it has cached."""
+    follow: tuple[Follow, ...] = ()
+    """Makes the source of each data-parallel rank's KV events; empty: routers predict what the server has cached."""
+    separates_salts: bool = True
+    """Whether the server keeps prompts of different salts apart, as far as it can; False: requests with a client's salt are refused."""
+    ranks: int = 1
+    """Data-parallel ranks of the server that routers choose among; sizes above are those of one rank."""
 
 
 class ServerEngine:
@@ -77,9 +84,11 @@ class ServerEngine:
             on_change=self._on_health,
             on_load=self._on_load,
         )
-        self._subscriber = None if serving.follow is None else serving.follow(self._on_events)
+        self._event_sources = [
+            follow(partial(self._on_events, rank=rank)) for rank, follow in enumerate(serving.follow)
+        ]
         self._prefixes: PrefixWatch | None = None
-        self._events: list[KvEvent] = []
+        self._events: dict[int, list[KvEvent]] = {}
         self._info: EngineInfo | None = None
         self._streams: dict[RequestId, Stream] = {}
         self._deltas: list[Delta] = []
@@ -89,7 +98,8 @@ class ServerEngine:
         self._closed = False
         self._outside = ServerLoad()
         self._has_changed = False
-        self._totals = WorkerLoad()
+        self._totals = [WorkerLoad() for _ in range(serving.ranks)]
+        self._death: EngineError | None = None
         self._on_begun: Callable[[Sequence[RequestId]], None] | None = None
         self._on_problem: Callable[[str | None], None] = lambda _problem: None
 
@@ -120,18 +130,20 @@ class ServerEngine:
             )
         serving, tokens = self._serving, None if load is None else load.kv_tokens
         self._outside = load or ServerLoad()
-        if self._subscriber is not None and self._outside.block_size is not None:
+        if self._event_sources and self._outside.block_size is not None:
             try:
                 check_block_size(self._outside.block_size, serving.block_size)
             except ConfigError as error:
                 raise WrongServerError(f"{self._server.name}: {error.message}") from error
         self._info = EngineInfo(
             block_size=serving.block_size,
-            total_blocks=serving.kv_blocks or (tokens or 0) // self._outside.workers // serving.block_size,
+            total_blocks=serving.kv_blocks
+            or (tokens or 0) // self._outside.workers // serving.ranks // serving.block_size,
             context_length=min(serving.context_length, described.context_length or serving.context_length),
             max_batch_tokens=serving.max_batch_tokens,
             max_running_requests=serving.max_running_requests,
-            kv_events=self._subscriber is not None or self._prefixes is not None,
+            kv_events=bool(self._event_sources) or self._prefixes is not None,
+            data_parallel=serving.ranks,
             announces=True,
             structured_outputs=self._server.api.constrains,
             is_deployment=is_deployment,
@@ -152,6 +164,8 @@ class ServerEngine:
             raise Unavailable("the engine is closed; try another worker")
         if self._watch.breaker.problem is not None:
             raise StepFailed(self._watch.breaker.problem)
+        if self._serving.ranks > 1 and request.rank is None:
+            request = msgspec.structs.replace(request, rank=self._emptiest_rank())
         stream = self._checked(request, self._info)
         self._streams[request.request_id] = stream
         if self._group is None:
@@ -168,19 +182,25 @@ class ServerEngine:
             self._changed()
 
     async def steps(self) -> AsyncIterator[Step]:
-        """Yield what has come from the server, until `close`."""
+        """Yield what has come from the server, until `close`.
+
+        Raises:
+            EngineError: the server was started here, and has ended.
+        """
         async with asyncio.TaskGroup() as group:
             self._group = group
             tasks = [group.create_task(self._watch.run()), group.create_task(self._watch_server())]
-            sources = [each for each in (self._subscriber, self._prefixes) if each is not None]
-            tasks += [group.create_task(source.run()) for source in sources]
+            tasks += [group.create_task(source.run()) for source in self._event_sources]
+            if self._prefixes is not None:
+                tasks.append(group.create_task(self._prefixes.run()))
             for stream in self._waiting:
                 self._begin(stream)
             self._waiting.clear()
             try:
-                while not self._closed:
+                while not self._closed and self._death is None:
                     if self._deltas or self._has_changed:
-                        yield self._take_step()
+                        for step in self._take_steps():
+                            yield step
                     else:
                         self._wake.clear()
                         await self._wake.wait()
@@ -189,6 +209,13 @@ class ServerEngine:
                 tasks += [stream.task for stream in self._streams.values() if stream.task is not None]
                 for task in tasks:
                     task.cancel()
+        if self._death is not None:
+            raise self._death
+
+    def _died(self, error: EngineError) -> None:
+        """End `steps` with an error."""
+        self._death = error
+        self._wake.set()
 
     async def _watch_server(self) -> None:
         """Watch what the health of the whole server does not tell."""
@@ -204,19 +231,23 @@ class ServerEngine:
 
         Of a deployment of several workers it is the mean worker's load: what a request finds there.
         """
+        return WorkerLoad.of_ranks([self._load_of(rank) for rank in range(self._serving.ranks)])
+
+    def _load_of(self, rank: int) -> WorkerLoad:
         size = self._serving.block_size
-        streams = [stream for stream in self._streams.values() if not stream.is_background]
+        streams = [each for each in self._streams.values() if not each.is_background and each.rank == rank]
         begun = [stream for stream in streams if stream.num_tokens]
-        others, queued = self._others(len(streams))
-        outside, share = self._outside, self._outside.workers
+        outside = self._outside if self._serving.ranks == 1 else ServerLoad()
+        others, queued = _others(outside, len(streams))
+        share = outside.workers
         context = sum(num_tokens(each.request.token_ids) + each.num_tokens for each in begun)
         prefill = sum(num_tokens(s.request.token_ids) for s in streams if not s.num_tokens)
         total = self._info.total_blocks if self._info is not None else 0
         used = sum(-(-(num_tokens(s.request.token_ids) + s.num_tokens) // size) for s in streams)
-        if self._outside.kv_usage is not None and others + queued:
-            used = max(used, round(self._outside.kv_usage * total * share))
+        if outside.kv_usage is not None and others + queued:
+            used = max(used, round(outside.kv_usage * total * share))
         return msgspec.structs.replace(
-            self._totals,
+            self._totals[rank],
             running_requests=-(-(len(begun) + others) // share),
             waiting_requests=(len(streams) - len(begun) + queued) // share,
             active_blocks=used // share,
@@ -224,6 +255,22 @@ class ServerEngine:
             queued_prefill_tokens=max(prefill, outside.queued_tokens or 0) // share,
             context_tokens=max(context, outside.context_tokens or 0) // share,
         )
+
+    def _emptiest_rank(self) -> int:
+        """Choose the rank of a request that no router sent: the one with the fewest requests."""
+        counts = Counter(stream.rank for stream in self._streams.values())
+        return min(range(self._serving.ranks), key=counts.__getitem__)
+
+    def _count_prompt(self, stream: Stream) -> None:
+        cached = stream.cached_tokens or 0
+        computed = max(num_tokens(stream.request.token_ids) - cached, 0)
+        self._count(stream.rank, prefix_hit_tokens=cached, prefilled_tokens=computed)
+
+    def _count(self, rank: int, **numbers: int) -> None:
+        """Add to the totals of a rank."""
+        totals = self._totals[rank]
+        added = {name: getattr(totals, name) + number for name, number in numbers.items()}
+        self._totals[rank] = msgspec.structs.replace(totals, **added)
 
     async def close(self) -> None:
         """Abort everything at the server. Safe twice."""
@@ -269,7 +316,8 @@ class ServerEngine:
                 f"token_ids: {prompt} tokens do not fit into the context of {info.context_length} with one more",
                 param="token_ids",
             )
-        most = (info.max_running_requests + self._serving.max_waiting_requests) * self._outside.workers
+        engines = self._outside.workers * self._serving.ranks
+        most = (info.max_running_requests + self._serving.max_waiting_requests) * engines
         if len(self._streams) >= most:
             raise Overloaded(
                 f"{most} requests are under way at {self._server.name} (max_running_requests + max_waiting_requests)",
@@ -282,6 +330,12 @@ class ServerEngine:
         sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         request = msgspec.structs.replace(request, sampling=sampling)
         extra = fields_of(request.kv.payload) if request.kv is not None and request.kv.payload else {}
+        if not self._serving.separates_salts and client_salt(request) is not None:
+            raise RequestError(
+                "cache_salt: this model's server would share its KV cache with prompts of other salts; leave cache_salt out, or serve"
+                " the model by another engine",
+                param="cache_salt",
+            )
         self._server.api.body(request, "")  # refuses what the server has no field for
         return self._stream_of(request, extra)
 
@@ -333,7 +387,7 @@ class ServerEngine:
             if not stream.has_finished:
                 raise
         end = stream.end()  # raises if the answer was cut off
-        self._count_prompt(num_tokens(stream.request.token_ids), stream.cached_tokens or 0)
+        self._count_prompt(stream)
         self._push(stream, end)
 
     async def _read_answer(self, stream: Stream) -> None:
@@ -375,27 +429,16 @@ class ServerEngine:
     def _push(self, stream: Stream, delta: Delta) -> None:
         if self._streams.get(stream.request.request_id) is not stream or stream.is_background:
             return
-        totals = self._totals
-        self._totals = msgspec.structs.replace(
-            totals, generated_tokens=totals.generated_tokens + num_tokens(delta.token_ids)
-        )
+        self._count(stream.rank, generated_tokens=num_tokens(delta.token_ids))
         self._deltas.append(delta)
         if delta.finish_reason is not None:
             stream.is_background = True
         self._changed()
 
-    def _count_prompt(self, tokens: int, cached: int) -> None:
-        totals = self._totals
-        self._totals = msgspec.structs.replace(
-            totals,
-            prefix_hit_tokens=totals.prefix_hit_tokens + cached,
-            prefilled_tokens=totals.prefilled_tokens + max(tokens - cached, 0),
-        )
-
     def _fail(self, stream: Stream, error: PenstockError) -> None:
         """End a request with an error; an error that the server caused counts as its failure."""
         if not isinstance(error, (RequestError, Overloaded)):
-            self._totals = msgspec.structs.replace(self._totals, failed_steps=self._totals.failed_steps + 1)
+            self._count(stream.rank, failed_steps=1)
             self._watch.request_failed(error.message)
         self._end_with(stream, error)
 
@@ -409,9 +452,10 @@ class ServerEngine:
 
     # -- steps, load and health
 
-    def _take_step(self) -> Step:
+    def _take_steps(self) -> Sequence[Step]:
+        """Make steps of all that has come: one, and one more for the events of each further rank."""
         deltas, self._deltas = tuple(self._deltas), []
-        events, self._events = tuple(self._events), []
+        events, self._events = self._events, {}
         self._has_changed = False
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -420,24 +464,23 @@ class ServerEngine:
                     stream.is_taken = True
                     if stream.is_done or not stream.keeps:
                         self._forget(stream)
-        self._totals = msgspec.structs.replace(self._totals, steps=self._totals.steps + 1)
-        return Step(deltas=deltas, events=events, load=self.load())
+        ranks = tuple(events) or (0,)
+        for rank in ranks:
+            self._count(rank, steps=1)
+        load = self.load()
+        *others, last = ranks
+        steps = [Step(events=tuple(events[rank]), rank=rank, load=load) for rank in others]
+        steps.append(Step(deltas=deltas, events=tuple(events.get(last, ())), rank=last, load=load))
+        return steps
 
-    def _on_events(self, events: Sequence[KvEvent]) -> None:
+    def _on_events(self, events: Sequence[KvEvent], rank: int = 0) -> None:
         if events:
-            self._events += events
+            self._events.setdefault(rank, []).extend(events)
             self._changed()
 
     def _changed(self) -> None:
         self._has_changed = True
         self._wake.set()
-
-    def _others(self, ours: int) -> tuple[int, int]:
-        """Give the running and waiting requests of the server's other clients."""
-        running, waiting = self._outside.running or 0, self._outside.waiting or 0
-        others = max(running + waiting - ours, 0)
-        queued = min(others, waiting)
-        return others - queued, queued
 
     def _on_load(self, load: ServerLoad) -> None:
         before = self.load()
@@ -456,3 +499,23 @@ class ServerEngine:
                     self._end_with(stream, StepFailed(problem))
                 if stream.task is not None:
                     stream.task.cancel()
+
+
+def _others(load: ServerLoad, ours: int) -> tuple[int, int]:
+    """Give the running and waiting requests of a server's other clients, where it has `ours` of this one."""
+    running, waiting = load.running or 0, load.waiting or 0
+    others = max(running + waiting - ours, 0)
+    queued = min(others, waiting)
+    return others - queued, queued
+
+
+def fields_of(payload: bytes) -> dict[str, Any]:
+    """Give the fields that the payload of a `KvHandle` adds to a request.
+
+    Raises:
+        RequestError: it is not of this engine.
+    """
+    try:
+        return msgspec.json.decode(payload, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"kv: the payload is not of engine openai ({error})", param="kv") from error

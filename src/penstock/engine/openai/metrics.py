@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.core.types.load import ModelLoad
 
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? +([^ ]+)(?: +-?\d+)?")
@@ -63,7 +65,12 @@ def _count(number: int) -> int:
 
 
 def read_load(text: str) -> ServerLoad:
-    """Read what is known of vLLM's, SGLang's and llama.cpp's metrics; engines of one server (data parallel) are added."""
+    """Read what is known of vLLM's, SGLang's and llama.cpp's metrics; engines of one server (data parallel) are added.
+
+    TensorRT-LLM answers with the statistics of its latest iterations as JSON, which tell the size of its KV cache.
+    """
+    if text.lstrip()[:1] == "[":
+        return _trtllm_load(text)
     running = waiting = kv_tokens = block_size = None
     usages: list[float] = []
     for name, labels, value in _samples(text):
@@ -82,6 +89,29 @@ def read_load(text: str) -> ServerLoad:
             kv_tokens = (kv_tokens or 0) + round(value)
     usage = min(max(sum(usages) / len(usages), 0.0), 1.0) if usages else None
     return ServerLoad(running, waiting, usage, kv_tokens, block_size)
+
+
+def _trtllm_load(text: str) -> ServerLoad:
+    try:
+        iterations = _iterations.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return ServerLoad()
+    caches = [each.kv_cache for each in iterations if each.kv_cache is not None]
+    if not caches or not 0 <= caches[-1].blocks * caches[-1].block_size <= _COUNT_MAX:
+        return ServerLoad()
+    return ServerLoad(kv_tokens=caches[-1].blocks * caches[-1].block_size, block_size=caches[-1].block_size)
+
+
+class _KvCacheStats(msgspec.Struct):
+    blocks: int = msgspec.field(name="maxNumBlocks", default=0)
+    block_size: int = msgspec.field(name="tokensPerBlock", default=0)
+
+
+class _Iteration(msgspec.Struct):
+    kv_cache: _KvCacheStats | None = msgspec.field(name="kvCacheStats", default=None)
+
+
+_iterations = msgspec.json.Decoder(list[_Iteration])
 
 
 def _samples(text: str) -> Iterator[tuple[str, str, float]]:

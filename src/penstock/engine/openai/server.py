@@ -22,7 +22,6 @@ from penstock.engine.openai.apis.sglang import SglangGenerate
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.connection import Connection, HttpConnection, NotThere
 from penstock.engine.openai.metrics import ServerLoad, deployment_load, read_load
-from penstock.engine.openai.pairs import SGLANG_TRIAL, transfer_kind
 from penstock.engine.openai.text import TextCodec
 
 _SAMPLE = "Hello, world! 12345 naïve 你好 🎉\n\tdef f(x): return x"
@@ -31,6 +30,8 @@ _OWNERS = {
     "penstock": "penstock",
 }  # fmt: skip
 """APIs by `owned_by` in `/v1/models`."""
+SGLANG_TRIAL: dict[str, Any] = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+"""Fields of a request that one SGLang server of a pair answers alone: its `FAKE_BOOTSTRAP_HOST`, as in its own health checks."""
 DEPLOYMENT = "penstock"
 """Owner of the models of another deployment of Penstock."""
 
@@ -75,7 +76,8 @@ class Server:
         self._config = config
         self._names = tuple(names)
         self._codec = codec
-        self._role = role
+        self.role = role
+        """Its role in a deployment."""
         self._api: Api | None = None
         self._served: ServedModel | None = None
 
@@ -127,9 +129,9 @@ class Server:
             WrongServerError: its tokenizer gives other ids, or it cannot transfer KV, which its role needs.
         """
         await self._find_api(served)
-        if self._role is not Role.AGGREGATED and transfer_kind(self.api) is None:
+        if self.role is not Role.AGGREGATED and transfer_kind(self.api) is None:
             raise WrongServerError(
-                f"{self.name}: a prefill or decode server must be vLLM or SGLang; serve others with --url"
+                f"{self.name}: a prefill or decode server must be vLLM, SGLang or TensorRT-LLM; serve others with --url"
             )
 
     async def _find_api(self, served: ServedModel) -> None:
@@ -358,7 +360,7 @@ class Server:
             token_ids=pack_tokens(token_ids),
             sampling=SamplingParams(max_tokens=1, temperature=0.0),
         )
-        room = SGLANG_TRIAL if self._role is not Role.AGGREGATED and isinstance(api, SglangGenerate) else {}
+        room = SGLANG_TRIAL if self.role is not Role.AGGREGATED and isinstance(api, SglangGenerate) else {}
         async with self._opened(api, request, room, lambda: None) as pieces:
             found = False
             async for piece in pieces:
@@ -377,6 +379,15 @@ _LOAD_MAX = 10**12
 """Of any count: tokens of context of a million workers."""
 _PADDING = 4096
 """Vocabularies of models are padded beyond their tokenizer's."""
+
+
+def transfer_kind(api: Api) -> str | None:
+    """Name how a server with this API transfers KV; None: not at all, as far as is known here."""
+    if isinstance(api, SglangGenerate):
+        return "http-sglang-1"
+    if isinstance(api, Completions) and api.dialect in {"vllm", "trtllm"}:
+        return f"http-{api.dialect}-1"
+    return None
 
 
 def _short(name: str) -> str:

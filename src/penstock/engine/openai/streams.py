@@ -14,7 +14,7 @@ class Stream:
 
     __slots__ = (
         "_ends", "_finish", "_has_begun", "_held", "_held_logprobs", "_said_cached", "_stops", "asked", "cached_tokens", "extra", "is_background", "is_done", "is_over", "is_taken", "keeps",
-        "num_tokens", "request", "task",
+        "num_tokens", "rank", "request", "task",
     )  # fmt: skip
 
     def __init__(self, request: Request, eos_token_ids: tuple[int, ...], extra: dict[str, Any]) -> None:
@@ -27,6 +27,8 @@ class Stream:
             extra: fields to add to the server's request.
         """
         self.request = request
+        self.rank = request.rank or 0
+        """The server's data-parallel rank that computes it."""
         self.asked = request
         """What the server is asked for: the rest of the request, where the answer has begun elsewhere."""
         self.extra = extra
@@ -59,9 +61,7 @@ class Stream:
 
     def feed(self, piece: Piece) -> Delta | None:
         """Take a piece of the answer; a delta where it has tokens. `end` gives the last one."""
-        if piece.cached_tokens is not None:
-            prompt = num_tokens(self.request.token_ids)
-            self.cached_tokens = min(max(piece.cached_tokens, 0), prompt)
+        self.note_cached(piece)
         if self._finish is not None:  # tokens after the end do not count
             self.is_over |= piece.is_last or self.cached_tokens is not None or bool(piece.token_ids)
             return None
@@ -89,6 +89,12 @@ class Stream:
             logprobs=logprobs[:whole],
             cached_tokens=self._tell_cached(),
         )
+
+    def note_cached(self, piece: Piece) -> None:
+        """Note how many prompt tokens the server had cached, where a piece of the answer says it."""
+        if piece.cached_tokens is not None:
+            prompt = num_tokens(self.request.token_ids)
+            self.cached_tokens = min(max(piece.cached_tokens, 0), prompt)
 
     def _up_to_end(self, token_ids: tuple[int, ...]) -> tuple[int, ...] | None:
         """Give the next tokens up to an end of the model's; None if there is none."""

@@ -15,13 +15,13 @@ from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, ExpandedPrompt, MediaPrompt, Request
+from penstock.engine.child_output import ChildOutput
 from penstock.engine.launch_host import ThisHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.engine_launch import engine_launch
 from penstock.engine.vllm.inputs import Inputs
 from penstock.engine.vllm.kv_events import VllmKvEvents
 from penstock.engine.vllm.launch.arguments import tokens_per_block
-from penstock.engine.vllm.launch.child_output import ChildOutput
 from penstock.engine.vllm.launch.launch import end, launch, load_adapters, why_it_died
 from penstock.engine.vllm.media import MediaReader
 from penstock.engine.vllm.request_table import RequestTable
@@ -49,7 +49,7 @@ class VllmEngine:
             check_tiers(spec)
         self._spec = spec
         self._host = ThisHost()
-        self._output = ChildOutput()
+        self._output = ChildOutput("vllm")
         self._core: Any = None
         """vLLM's AsyncMPClient."""
         self._inputs: Inputs | None = None

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
 from penstock.core.types.requests import Request, SamplingParams
@@ -12,7 +14,7 @@ from penstock.engine.kv_events.decoder import EventDecoder
 from penstock.engine.kv_events.engine_events import Omissions
 from penstock.engine.kv_events.translator import KvEventTranslator
 from penstock.engine.openai.apis.sglang import SglangGenerate
-from penstock.engine.openai.pairs import SGLANG_TRIAL
+from penstock.engine.openai.server import SGLANG_TRIAL
 from penstock.testing.engines.probe import make_request
 
 DATA = Path(__file__).parents[3] / "data" / "sglang"
@@ -30,7 +32,7 @@ def asked() -> Request:
 
 
 def test_the_server_takes_what_the_engine_openai_sends() -> None:
-    body = SglangGenerate().body(asked(), [1, 2, 3])
+    body = SglangGenerate().body(replace(asked(), rank=1, priority=2), [1, 2, 3])
     assert body.keys() | BOOTSTRAP <= {*RECORDED["generate_request"]}
     assert body["sampling_params"].keys() <= {*RECORDED["sampling_params"]}
     assert body["cache_salt"] == "tenant", "KV events tell this one"

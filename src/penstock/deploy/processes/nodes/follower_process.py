@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import signal
 import threading
 from typing import Any
 
@@ -52,8 +51,6 @@ async def run_follower(assignment: Assignment, job: FollowerJob, stopping: async
             follower.close("the node is shutting down")
             return
         port = gathering.result()
-        # SGLang's processes send it to their parent as they fail. It would end this process; `follow` sees them end.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: None)
         running = _start_engine(graph, job, _spec(graph, job, checkpoint, follower, port), tell)
         ends: set[asyncio.Future[Any]] = {running, follower.ended}
         await asyncio.wait({*ends, leaving}, return_when=asyncio.FIRST_COMPLETED)

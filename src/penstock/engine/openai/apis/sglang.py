@@ -59,6 +59,10 @@ class SglangGenerate:
             body |= {"return_logprob": True, "top_logprobs_num": sampling.logprobs, "logprob_start_len": -1}
         if request.adapter is not None:
             body["lora_path"] = request.adapter
+        if request.priority:
+            body["priority"] = request.priority
+        if request.rank is not None:  # older ones know the second name
+            body |= {"routed_dp_rank": request.rank, "data_parallel_rank": request.rank}
         if (salt := client_salt(request)) is not None:
             body |= {
                 "extra_key": salt,

@@ -12,9 +12,9 @@ import pydantic
 from penstock.core.config import nearest
 from penstock.core.cuda import CUDA_VISIBLE_DEVICES, worker_gpus
 from penstock.core.errors import ConfigError
+from penstock.engine.launch import numbers
 from penstock.engine.launch_host import LaunchHost, gloo_environment
 from penstock.engine.spec import EngineSpec
-from penstock.engine.streams.package import numbers
 from penstock.engine.vllm.launch.adapters import LORA_MODULES, lora_arguments, lora_paths
 
 VERSIONS = "0.32"

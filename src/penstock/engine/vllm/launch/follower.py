@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable
 
 from penstock.core.errors import ConfigError, EngineError
+from penstock.engine.child_output import ChildOutput
 from penstock.engine.launch import EngineLaunch
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.launch.arguments import check_platform, typed_arguments
-from penstock.engine.vllm.launch.child_output import ChildOutput
 from penstock.engine.vllm.launch.launch import why_it_does_not_start
 
 
@@ -23,7 +23,7 @@ def follow(spec: EngineSpec, described: EngineLaunch, ready: Callable[[], None])
         ConfigError: vLLM cannot run here, or refuses the model or an argument.
         EngineError: one of them has ended.
     """
-    output = ChildOutput()
+    output = ChildOutput("vllm")
     os.environ.update(described.environment)
     with output.taken():
         from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - an optional package of gigabytes

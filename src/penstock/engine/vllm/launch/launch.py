@@ -7,11 +7,11 @@ from typing import Any
 import pydantic
 
 from penstock.core.errors import ConfigError
+from penstock.engine.child_output import ChildOutput
 from penstock.engine.launch import EngineLaunch
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.launch.adapters import lora_paths
 from penstock.engine.vllm.launch.arguments import check_platform, typed_arguments
-from penstock.engine.vllm.launch.child_output import ChildOutput
 
 _CLOSE_S = 10.0
 _OTHER_BUILD = "torchvision::nms"

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from penstock.engine.vllm.launch.child_output import ChildOutput
+from penstock.engine.child_output import ChildOutput
 
 
 def printed_by(program: str) -> ChildOutput:
-    output = ChildOutput()
+    output = ChildOutput("vllm")
     with output.taken():
         subprocess.run([sys.executable, "-c", program], check=False)
     for thread in threading.enumerate():

@@ -1,27 +1,28 @@
-"""From an engine spec to SGLang's `ServerArgs`."""
+"""SGLang's own server as a child of the worker: `python -m sglang.launch_server`, from an engine spec.
+
+Names are those of SGLang 0.5.23; those that newer versions have renamed are the older ones, which both take. The tests run a fake
+of the server: nobody has run it on a GPU here.
+"""
 
 import json
-from dataclasses import dataclass
-from types import ModuleType
+import secrets
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 from penstock.core.cuda import worker_gpus
-from penstock.core.errors import ConfigError, EngineError, PenstockError
+from penstock.core.errors import ConfigError, EngineError
 from penstock.core.types.instances import Role
 from penstock.engine.kv_events.subscriber import PublisherAddress
-from penstock.engine.launch import EngineLaunch
-from penstock.engine.launch_host import LaunchHost, gloo_environment, own_address
+from penstock.engine.launch import EngineLaunch, EnginePackage, expect_gpu, refuse_own
+from penstock.engine.launch_host import LaunchHost, ThisHost, gloo_environment, own_address
+from penstock.engine.openai.child import ServerCommand, ServerProcess, flags, start_error
 from penstock.engine.spec import EngineSpec
-from penstock.engine.streams.package import Package, check_arguments, expect_gpu, first_line, supported
 
-PACKAGE = Package(
-    engine="sglang",
-    module="sglang",
-    versions=((0, 5, 12), (0, 6)),
-    install="pip install 'sglang>=0.5.12,<0.6'",
-)
+PACKAGE = EnginePackage(engine="sglang", module="sglang", install="pip install sglang")
 WRITTEN_FOR = "SGLang 0.5.23"
-"""Where the installed version's names are unknown, arguments have the names of this one."""
 OURS = {
     "model_path": "give the model to `penstock serve`",
     "tokenizer_path": "frontends tokenize",
@@ -39,6 +40,9 @@ OURS = {
     "base_gpu_id": "the supervisor assigns GPUs",
     "disaggregation_mode": "the worker's role is its mode",
     "kv_events_config": "workers publish KV events",
+    "port": "the worker chooses a free one",
+    "api_key": "the worker chooses one",
+    "enable_metrics": "the worker reads them",
 }
 """Arguments that Penstock sets, and what to do instead."""
 _OF_NODES = dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "nodes does")
@@ -46,64 +50,78 @@ _OF_NODES = dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "nodes does
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KV_DTYPES = {"fp8": "fp8_e4m3", "bfloat16": "bfloat16", "auto": "auto"}
 _MODES = {Role.AGGREGATED: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}
+_LOOPBACK = "127.0.0.1"
+_POLL_S = 0.2
+_HEALTH_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
-    """Arguments of `sglang.Engine`, and what the adapter needs of them.
-
-    Attributes:
-        server: by the names of `ServerArgs`.
-        bootstrap: host and port of a prefill worker's bootstrap server, where decode workers learn of its KV.
-        events: where rank 0 publishes its KV events; None: it has no prefix cache, or nobody could read them.
-    """
-
-    server: dict[str, Any]
-    bootstrap: tuple[str, int | str] | None
-    events: PublisherAddress | None = None
-
-
-def engine_launch(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
-    """Describe the start of `sglang.Engine`; needs neither SGLang nor a checkpoint.
+def sglang_launch(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
+    """Describe the start of the server; needs neither SGLang nor a checkpoint.
 
     Raises:
         ConfigError: Penstock sets an argument of the graph, or SGLang cannot have a setting.
     """
     if "device" not in spec.args:
         expect_gpu("sglang", spec.device)
-    made = make_arguments(spec, frozenset(), host)
+    arguments, events = _arguments(spec, host)
     return EngineLaunch(
-        call="sglang.Engine",
+        call="python -m sglang.launch_server",
         version=WRITTEN_FOR,
-        arguments=made.server,
-        environment=environment(spec, host),
-        kv_events=made.events,
+        arguments=arguments,
+        environment=_environment(spec, host),
+        kv_events=events,
     )
 
 
-def environment(spec: EngineSpec, host: LaunchHost) -> dict[str, str]:
-    """Give the variables to set for the processes of a worker over several nodes, as far as the user has not set them."""
-    nodes = spec.nodes
-    if nodes is None:
-        return {}
-    ours = {"SGLANG_HOST_IP": nodes.address, **gloo_environment(host, nodes.address)}
-    return {name: value for name, value in ours.items() if name not in host.variables}
-
-
-def make_arguments(spec: EngineSpec, known: frozenset[str], host: LaunchHost) -> Arguments:
-    """Make the arguments of an engine, and check those of the graph.
-
-    Args:
-        spec: the engine.
-        known: arguments that the installed SGLang has (`server_arg_names`); empty: those of `WRITTEN_FOR`.
-        host: gives ports and directories.
+def sglang_command(launch: EngineLaunch) -> ServerCommand:
+    """Make the command of a described start.
 
     Raises:
-        ConfigError: SGLang has no argument of a name, or Penstock sets it.
+        ConfigError: SGLang is not installed.
     """
+    PACKAGE.need()
+    arguments = launch.arguments
+    return ServerCommand(
+        engine="sglang",
+        words=(sys.executable, "-m", "sglang.launch_server", *flags(arguments)),
+        url=f"http://{arguments['host']}:{arguments['port']}",
+        environment=launch.environment,
+        api_key=arguments.get("api_key"),
+        spans_nodes="node_rank" in arguments,
+    )
+
+
+def sglang_follows(spec: EngineSpec, ready: Callable[[], None]) -> None:
+    """Run SGLang's launcher for this node's ranks of a worker over several nodes; block until it ends.
+
+    Args:
+        spec: the engine, with `nodes`.
+        ready: called once the ranks have loaded their parts: then the launcher answers health checks.
+
+    Raises:
+        ConfigError: SGLang is missing.
+        EngineError: the launcher has ended.
+    """
+    command = sglang_command(sglang_launch(spec, ThisHost()))
+    process = ServerProcess(command)
+    process.start()
+    while not process.ended.done():
+        try:
+            with urllib.request.urlopen(f"{command.url}/health", timeout=_HEALTH_S):  # noqa: S310 - http
+                break
+        except OSError:
+            time.sleep(_POLL_S)
+    else:
+        raise start_error(command, process.ended.result())
+    process.has_answered()
+    ready()
+    raise EngineError(f"sglang: its launcher of this node ended: {process.ended.result()}")
+
+
+def _arguments(spec: EngineSpec, host: LaunchHost) -> tuple[dict[str, Any], PublisherAddress | None]:
+    """Make the server's arguments by the names of `ServerArgs`, and the address of its KV events; None: it publishes none."""
     given = dict(spec.args)
-    refused = OURS if spec.nodes is None else OURS | _OF_NODES
-    check_arguments("sglang", given, known, refused, "SGLang's server arguments")
+    refuse_own("sglang", given, OURS if spec.nodes is None else OURS | _OF_NODES)
     if spec.kv_dtype not in _KV_DTYPES and "kv_cache_dtype" not in given:
         raise ConfigError(
             f"kv_dtype: engine sglang has {', '.join(_KV_DTYPES)}, got {spec.kv_dtype!r}; or set"
@@ -114,17 +132,15 @@ def make_arguments(spec: EngineSpec, known: frozenset[str], host: LaunchHost) ->
             f"engine_args.lora_paths: engine sglang needs the directories of the adapters {', '.join(spec.adapters)}, as in"
             f" {{lora_paths: [{spec.adapters[0]}=/path]}}"
         )
-    bootstrap = None
+    address = str(given.get("host") or _LOOPBACK)
     if spec.role is Role.PREFILL:
-        if "disaggregation_bootstrap_port" not in given:
-            given["disaggregation_bootstrap_port"] = host.ports("bootstrap port")[0]
-        elif not str(given["disaggregation_bootstrap_port"]).isdecimal():
-            port = given["disaggregation_bootstrap_port"]
+        bootstrap = given.setdefault("disaggregation_bootstrap_port", host.ports("bootstrap port")[0])
+        if "disaggregation_bootstrap_port" in spec.args and not str(bootstrap).isdecimal():
             raise ConfigError(
-                f"engine_args.disaggregation_bootstrap_port: must be a port number, got {port!r}"
+                f"engine_args.disaggregation_bootstrap_port: must be a port number, got {bootstrap!r}"
             )
-        address = given.get("host") or host.read("address of the host", own_address)
-        bootstrap = (str(address), given["disaggregation_bootstrap_port"])
+        if "host" not in given:  # its bootstrap server is there too, where decode workers of other hosts ask
+            address = host.read("address of the host", own_address)
     has_cache = not given.get("disable_radix_cache", False)
     if spec.role is Role.DECODE:
         has_cache = has_cache and bool(given.get("disaggregation_decode_enable_radix_cache", False))
@@ -132,17 +148,23 @@ def make_arguments(spec: EngineSpec, known: frozenset[str], host: LaunchHost) ->
     publishes = has_cache and leads and host.has_module("zmq")
     events = events_address(spec.data_parallel, host) if publishes else None
     tokens, requests = spec.max_batch_tokens, spec.max_running_requests
-    shared = spec.data_parallel if is_attention_dp(spec) else 1  # then SGLang divides its limits by the ranks
+    shared = (
+        spec.data_parallel if _is_attention_dp(spec) else 1
+    )  # then SGLang divides its limits by the ranks
+    key = None if address == _LOOPBACK else host.read("API key", lambda: secrets.token_hex(16))
     ours = {
         "model_path": spec.model,
+        "host": address,
+        "port": host.ports("port of the server")[0],
+        "api_key": key,
+        "enable_metrics": True,
         "skip_tokenizer_init": True,
-        "incremental_streaming_output": True,
-        "stream_output": True,  # its name before incremental_streaming_output
+        "stream_output": True,
         "page_size": spec.block_size,
         "context_length": spec.context_length,
         "dtype": spec.dtype if spec.dtype in _DTYPES else "auto",  # fp8 and int4 are the checkpoint's own
         "kv_cache_dtype": _KV_DTYPES.get(spec.kv_dtype),
-        **_parallel(spec, known),
+        **_parallel(spec),
         **_nodes(spec),
         "base_gpu_id": _first_gpu(spec, host),
         "max_running_requests": requests and requests * shared,
@@ -152,35 +174,38 @@ def make_arguments(spec: EngineSpec, known: frozenset[str], host: LaunchHost) ->
         "kv_events_config": events and json.dumps(_events_config(events)),
         "log_level": "warning",
     }
-    names = known or ours.keys()
-    if "incremental_streaming_output" in names:
-        ours.pop("stream_output")
-    server = {**supported(ours, names), **given}
-    return Arguments(server=server, bootstrap=bootstrap, events=events)
+    return {name: value for name, value in ours.items() if value is not None} | given, events
 
 
-def is_attention_dp(spec: EngineSpec) -> bool:
-    """Whether the data-parallel ranks share the experts: then they are one group, else they are copies of the engine."""
+def _environment(spec: EngineSpec, host: LaunchHost) -> dict[str, str]:
+    """Give the variables to set for the processes of a worker over several nodes, as far as the user has not set them."""
+    nodes = spec.nodes
+    if nodes is None:
+        return {}
+    ours = {"SGLANG_HOST_IP": nodes.address, **gloo_environment(host, nodes.address)}
+    return {name: value for name, value in ours.items() if name not in host.variables}
+
+
+def _is_attention_dp(spec: EngineSpec) -> bool:
+    """Say whether the data-parallel ranks share the experts: then they are one group, else they are copies of the engine."""
     return spec.data_parallel > 1 and spec.expert_parallel > 1
 
 
-def _parallel(spec: EngineSpec, known: frozenset[str]) -> dict[str, Any]:
+def _parallel(spec: EngineSpec) -> dict[str, Any]:
     """Spread the engine over `tensor_parallel` x `pipeline_parallel` x `data_parallel` devices.
 
     In SGLang the ranks of data-parallel attention are part of `tp_size`; copies of the engine are `dp_size`.
     """
     ranks = spec.data_parallel
-    sizes = {
+    sizes: dict[str, Any] = {
         "tp_size": spec.tensor_parallel,
         "pp_size": spec.pipeline_parallel,
         "ep_size": spec.expert_parallel,
+        "dp_size": ranks,
     }
-    if not is_attention_dp(spec):
-        return {**sizes, "dp_size": ranks}
-    sizes["tp_size"] *= ranks
-    if not known or "attn_dp_size" in known:
-        return {**sizes, "attn_dp_size": ranks}
-    return {**sizes, "dp_size": ranks, "enable_dp_attention": True}
+    if _is_attention_dp(spec):
+        sizes |= {"tp_size": spec.tensor_parallel * ranks, "enable_dp_attention": True}
+    return sizes
 
 
 def _nodes(spec: EngineSpec) -> dict[str, Any]:
@@ -231,7 +256,7 @@ def events_address(ranks: int, host: LaunchHost) -> PublisherAddress:
         )
     ports = host.ports("KV events port", 2 * ranks)
     return PublisherAddress(
-        endpoint=f"tcp://127.0.0.1:{ports[0]}", replay_endpoint=f"tcp://127.0.0.1:{ports[ranks]}"
+        endpoint=f"tcp://{_LOOPBACK}:{ports[0]}", replay_endpoint=f"tcp://{_LOOPBACK}:{ports[ranks]}"
     )
 
 
@@ -241,24 +266,3 @@ def _events_config(address: PublisherAddress) -> dict[str, Any]:
     if address.endpoint.startswith("tcp:"):
         config["bind"] = True  # else it would connect
     return {**config, "endpoint": address.endpoint, "replay_endpoint": address.replay_endpoint}
-
-
-def start_error(spec: EngineSpec, error: Exception) -> PenstockError:
-    """Describe why `sglang.Engine` did not start. A process that ends then may have lost another node, and is no wrong setting."""
-    why = first_line(error)
-    if spec.nodes is not None and isinstance(error, RuntimeError):
-        return EngineError(
-            f"engine sglang: cannot start {spec.model}: {why}; SGLang's own lines above say more"
-        )
-    return ConfigError(
-        f"engine sglang: cannot start {spec.model}: {why}; SGLang's own lines above say more, and engine_args sets its arguments"
-    )
-
-
-def server_arg_names(sglang: ModuleType) -> frozenset[str]:
-    """List the fields of the installed `ServerArgs`, a dataclass in older versions; empty if they cannot be read."""
-    arguments = getattr(getattr(sglang, "Engine", None), "server_args_class", None)
-    for fields in ("__struct_fields__", "__dataclass_fields__"):
-        if names := getattr(arguments, fields, None):
-            return frozenset(names)
-    return frozenset()

@@ -1,25 +1,33 @@
-"""From an engine spec to the arguments of TensorRT-LLM's `LLM`."""
+"""TensorRT-LLM's own server as a child of the worker: `trtllm-serve`, from an engine spec.
 
+Names are those of the LLM API of TensorRT-LLM 1.1, which the server takes as a file. The tests run a fake of the server: nobody has
+run it on a GPU here.
+"""
+
+import json
+import os
+import shutil
+import sys
 from collections.abc import Mapping
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 from penstock.core.cuda import CUDA_VISIBLE_DEVICES, worker_gpus
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
-from penstock.engine.launch import EngineLaunch
-from penstock.engine.launch_host import LaunchHost
+from penstock.engine.launch import EngineLaunch, EnginePackage, expect_gpu, refuse_own
+from penstock.engine.launch_host import LaunchHost, ThisHost
+from penstock.engine.openai.child import ServerCommand
 from penstock.engine.spec import EngineSpec
-from penstock.engine.streams.package import Package, check_arguments, expect_gpu
 
-PACKAGE = Package(
+PACKAGE = EnginePackage(
     engine="trtllm",
     module="tensorrt_llm",
-    versions=((1, 1), (2,)),
-    install="pip install 'tensorrt-llm>=1.1,<2' --extra-index-url https://pypi.nvidia.com",
+    install="pip install tensorrt-llm --extra-index-url https://pypi.nvidia.com",
     distributions=("tensorrt-llm", "tensorrt_llm"),
 )
 WRITTEN_FOR = "TensorRT-LLM 1.1"
+PROGRAM = "trtllm-serve"
 OURS = {
     "model": "give the model to `penstock serve`",
     "tokenizer": "frontends tokenize",
@@ -39,33 +47,65 @@ _EVENTS_MAX = 65_536
 _KV_CACHE_OURS = {"tokens_per_block": "block_size", "max_tokens": "kv_blocks", "dtype": "kv_dtype"}
 
 
-def engine_launch(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
-    """Describe the start of TensorRT-LLM's `LLM`; needs neither TensorRT-LLM nor a checkpoint.
+def trtllm_launch(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
+    """Describe the start of the server; needs neither TensorRT-LLM nor a checkpoint.
 
     Raises:
         ConfigError: Penstock sets an argument of the graph, or TensorRT-LLM cannot have a setting.
     """
     expect_gpu("trtllm", spec.device)
     return EngineLaunch(
-        call="tensorrt_llm.llmapi.LLM",
+        call=PROGRAM,
         version=WRITTEN_FOR,
-        arguments=make_arguments(spec, frozenset()),
-        environment=visible_devices(spec, host.variables),
+        arguments=_arguments(spec),
+        environment=_visible_devices(spec, host.variables),
     )
 
 
-def make_arguments(spec: EngineSpec, known: frozenset[str]) -> dict[str, Any]:
-    """Make the arguments of `LLM`, and check those of the graph.
-
-    Args:
-        spec: the engine.
-        known: arguments that the installed `LLM` has (`argument_names`); empty: unknown, and names are not checked.
+def trtllm_command(launch: EngineLaunch, host: ThisHost) -> ServerCommand:
+    """Make the command of a described start, and write its file of arguments.
 
     Raises:
-        ConfigError: TensorRT-LLM has no argument of a name, Penstock sets it, or the parallelism has no equal there.
+        ConfigError: the server is not installed.
     """
+    beside = os.pathsep.join((str(Path(sys.executable).parent), host.variables.get("PATH", os.defpath)))
+    program = shutil.which(PROGRAM, path=beside)
+    if program is None:
+        raise ConfigError(
+            f"engine trtllm: there is no {PROGRAM}; run `{PACKAGE.install}` in the environment of Penstock's workers"
+        )
+    arguments = dict(launch.arguments)
+    model = arguments.pop("model")
+    file = Path(host.directory("penstock-trtllm-")) / "arguments.yaml"
+    file.write_text(json.dumps(arguments))  # which is YAML too
+    port = host.ports("port of the server")[0]
+    return ServerCommand(
+        engine="trtllm",
+        words=(
+            program,
+            model,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--extra_llm_api_options",
+            str(file),
+        ),
+        url=f"http://127.0.0.1:{port}",
+        environment=launch.environment,
+    )
+
+
+def publishes_events(launch: EngineLaunch) -> bool:
+    """Say whether a described server has KV events to tell."""
+    cache = launch.arguments["kv_cache_config"]
+    return bool(cache["enable_block_reuse"] and cache["event_buffer_max_size"])
+
+
+def _arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Make the arguments of TensorRT-LLM's `LLM`."""
     given = dict(spec.args)
-    check_arguments("trtllm", given, known, OURS, "TensorRT-LLM's LLM API")
+    refuse_own("trtllm", given, OURS)
     if spec.data_parallel > 1 and spec.tensor_parallel > 1:
         raise ConfigError(
             f"data_parallel: engine trtllm gives each rank of data-parallel attention one GPU, so tensor_parallel must be"
@@ -75,7 +115,9 @@ def make_arguments(spec: EngineSpec, known: frozenset[str]) -> dict[str, Any]:
         raise ConfigError(
             f"adapters: engine trtllm serves none yet, got {', '.join(spec.adapters)}; leave them out"
         )
-    kv_cache = _section(given, "kv_cache_config")
+    kv_cache = given.get("kv_cache_config", {})
+    if not isinstance(kv_cache, Mapping):
+        raise ConfigError(f"engine_args.kv_cache_config: must be a mapping, got {kv_cache!r}")
     for name, field in _KV_CACHE_OURS.items():
         if name in kv_cache:
             raise ConfigError(
@@ -84,7 +126,6 @@ def make_arguments(spec: EngineSpec, known: frozenset[str]) -> dict[str, Any]:
     ranks = spec.data_parallel
     ours = {
         "model": spec.model,
-        "skip_tokenizer_init": True,
         "dtype": spec.dtype if spec.dtype in _DTYPES else "auto",  # fp8 and nvfp4 are the checkpoint's own
         "max_seq_len": spec.context_length,
         "max_num_tokens": spec.max_batch_tokens,
@@ -97,9 +138,8 @@ def make_arguments(spec: EngineSpec, known: frozenset[str]) -> dict[str, Any]:
     chosen = {
         "enable_chunked_prefill": True,  # else prompts beyond max_num_tokens are refused
         "enable_iter_perf_stats": True,
-        "disable_overlap_scheduler": True
-        if spec.role is Role.PREFILL
-        else None,  # it has no context-only requests
+        # it has no context-only requests
+        "disable_overlap_scheduler": True if spec.role is Role.PREFILL else None,
         "cache_transceiver_config": None if spec.role is Role.AGGREGATED else {"backend": "DEFAULT"},
     }
     cache = {
@@ -114,20 +154,8 @@ def make_arguments(spec: EngineSpec, known: frozenset[str]) -> dict[str, Any]:
     return _said(merged)
 
 
-def argument_names(llmapi: ModuleType) -> frozenset[str]:
-    """List the arguments of the installed `LLM`; empty if they cannot be read."""
-    arguments = getattr(llmapi, "TorchLlmArgs", None)
-    return frozenset(getattr(arguments, "model_fields", None) or ())
-
-
-def visible_devices(spec: EngineSpec, present: Mapping[str, str]) -> dict[str, str]:
-    """Give the variable that leaves a process the worker's GPUs alone: TensorRT-LLM counts its ranks from GPU 0.
-
-    It has to be set before CUDA starts.
-
-    Args:
-        spec: the engine.
-        present: the environment so far.
+def _visible_devices(spec: EngineSpec, present: Mapping[str, str]) -> dict[str, str]:
+    """Leave the server the worker's GPUs alone: TensorRT-LLM counts its ranks from GPU 0.
 
     Raises:
         ConfigError: CUDA_VISIBLE_DEVICES has too few GPUs.
@@ -137,13 +165,6 @@ def visible_devices(spec: EngineSpec, present: Mapping[str, str]) -> dict[str, s
         return {}
     names = worker_gpus("trtllm", int(index or 0), spec.local_devices, present)
     return {CUDA_VISIBLE_DEVICES: ",".join(names)}
-
-
-def _section(given: dict[str, Any], name: str) -> dict[str, Any]:
-    value = given.get(name, {})
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"engine_args.{name}: must be a mapping, got {value!r}")
-    return dict(value)
 
 
 def _said(arguments: Mapping[str, Any]) -> dict[str, Any]:
