@@ -25,7 +25,7 @@ from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.engine import ServerEngine, Serving
 from penstock.engine.openai.events import followed
 from penstock.engine.openai.paired import PairedServerEngine
-from penstock.engine.openai.server import Server
+from penstock.engine.openai.server import EngineServer
 from penstock.engine.openai.text import TextCodec
 from penstock.frontend.text.tokens import Detokenizer
 from tests.support.driven_engine import PROMPT, SERVING, TOKENIZER, Driven, make_request, started
@@ -51,7 +51,7 @@ async def driven(
 ) -> AsyncIterator[Driven]:
     config = config_of(fake.url, **fields)
     role = Role.PREFILL if paired else Role.AGGREGATED
-    server = Server(fake.url, config, (MODEL_NAME,), TextCodec(TOKENIZER), role=role)
+    server = EngineServer(fake.url, config, (MODEL_NAME,), TextCodec(TOKENIZER), role=role)
     engine = (PairedServerEngine if paired else ServerEngine)(server, config, serving)
     async with started(engine) as case:
         yield case
@@ -239,7 +239,7 @@ async def test_what_does_not_speak_http_is_told_in_one_short_line(sent: bytes) -
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
         url = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
-        server = Server(url, config_of(url), (MODEL_NAME,), TextCodec(TOKENIZER))
+        server = EngineServer(url, config_of(url), (MODEL_NAME,), TextCodec(TOKENIZER))
         with pytest.raises(Unavailable, match="no HTTP answer") as caught:
             await server.check()
         await server.close()

@@ -12,8 +12,8 @@ from penstock.engine.launch import EnginePackage
 from penstock.engine.openai.sglang_server import PACKAGE as SGLANG
 from penstock.engine.openai.trtllm_server import PACKAGE as TRTLLM
 from penstock.engine.registry import engine_names
-from penstock.engine.vllm.launch.arguments import CPU_INSTALL as VLLM_CPU_INSTALL
-from penstock.engine.vllm.launch.arguments import VERSIONS as VLLM_VERSIONS
+from penstock.engine.vllm.arguments import CPU_INSTALL as VLLM_CPU_INSTALL
+from penstock.engine.vllm.arguments import VERSIONS as VLLM_VERSIONS
 
 _SMI_S = 10.0
 _PAGED = "pip install 'penstock-llm[engine]'"

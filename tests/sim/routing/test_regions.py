@@ -7,10 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
+from benchmarks.regions.traffic import Traffic
+from benchmarks.regions.world import Federation, Loss, Outcome, Region, World
 
-from benchmarks.regions import Federation, Loss, Outcome, Region, Traffic, World
-from penstock.engine.openai.health.breaker import Breaker
-from penstock.engine.openai.prefixes.advertised import AdvertisedPrefixes
+from penstock.engine.openai.health import Breaker
+from penstock.engine.openai.prefixes import AdvertisedPrefixes
 from penstock.graph import Overrides, load
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.loop.loop import run

@@ -10,8 +10,8 @@ from penstock.deploy.supervisor.links.links import check_files
 from penstock.deploy.supervisor.local_part import check_nodes, expect_same_blocks, runnable_roles
 from penstock.deploy.supervisor.planning import capacities_of
 from penstock.deploy.supervisor.resources.devices import expect_one_machine
-from penstock.engine.launch_host import SymbolicHost
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.launch import SymbolicHost
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch
 from penstock.frontend.http.server import ServerTls
 from penstock.frontend.limits.keys import read_tenants

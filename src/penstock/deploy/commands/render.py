@@ -21,8 +21,8 @@ from penstock.deploy.supervisor.resources.process_cores import ProcessCores, com
 from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
 from penstock.deploy.supervisor.scaling.room import Room
 from penstock.deploy.supervisor.scaling.scale_file import declared_workers
-from penstock.engine.launch_host import SymbolicHost
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.launch import SymbolicHost
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch
 from penstock.graph import Graph
 from penstock.graph.partners import check_counts

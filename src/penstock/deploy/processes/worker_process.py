@@ -35,7 +35,7 @@ from penstock.deploy.processes.nodes.group import gather_nodes
 from penstock.deploy.processes.report import report_of
 from penstock.deploy.processes.tracing import tracing
 from penstock.engine.batched import BatchedEngine
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine, engine_kind
 from penstock.engine.spec import EngineSpec
 from penstock.graph import Graph, RoleSpec

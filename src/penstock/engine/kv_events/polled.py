@@ -17,7 +17,7 @@ from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.log import get_logger
 from penstock.core.types.events import Tier
 from penstock.core.wire import PackedTokens, pack_tokens
-from penstock.engine.kv_events.engine_events import (
+from penstock.engine.kv_events.events import (
     EngineCleared,
     EngineEvent,
     EngineHash,

@@ -13,11 +13,11 @@ from typing import Any
 from penstock.core.errors import ConfigError, EngineError, PenstockError
 from penstock.core.types.instances import EngineInfo
 from penstock.engine.child_output import PrintedLines
-from penstock.engine.launch_host import ThisHost
+from penstock.engine.launch import ThisHost
 from penstock.engine.openai.config import HealthConfig, ServerConfig
 from penstock.engine.openai.engine import Serving
 from penstock.engine.openai.paired import PairedServerEngine
-from penstock.engine.openai.server import Server
+from penstock.engine.openai.server import EngineServer
 
 _END_S = 10.0
 """Longest seconds from SIGTERM to SIGKILL."""
@@ -123,7 +123,7 @@ class ChildServerEngine(PairedServerEngine):
         self,
         process: ServerProcess,
         host: ThisHost,
-        server: Server,
+        server: EngineServer,
         config: ServerConfig,
         serving: Serving,
     ) -> None:
@@ -141,7 +141,7 @@ class ChildServerEngine(PairedServerEngine):
         self._host = host
 
     async def start(self) -> EngineInfo:
-        """Start the server, wait until it is healthy, and ask it as a running one.
+        """Start the server, wait until it is healthy, then check it as a running server.
 
         Raises:
             ConfigError: the server cannot be started, or ends: its last error says why.
@@ -197,7 +197,7 @@ def _word(value: Any) -> str:
 
 
 def start_error(command: ServerCommand, reason: str) -> PenstockError:
-    """Make the error of a server that ended before it answered. Over several nodes it may have lost another one: that is tried again."""
+    """Make the error of a server that ended before it answered. A server over several nodes may have lost a node, and is tried again."""
     kind = EngineError if command.spans_nodes else ConfigError
     return kind(
         f"engine {command.engine}: its server did not start: {reason}; --log-level debug shows all that it printed, and engine_args"

@@ -25,19 +25,144 @@ from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import Step, WorkerLoad
-from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.core.wire import num_tokens, unpack_tokens
+from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
+from penstock.core.wire import num_tokens, pack_tokens, unpack_tokens
 from penstock.engine.kv_events.translator import check_block_size
-from penstock.engine.openai.apis.api import client_salt
+from penstock.engine.openai.apis.api import AnswerPiece, client_salt
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.events import Follow
-from penstock.engine.openai.health.watch import HealthWatch
-from penstock.engine.openai.metrics import ServerLoad
-from penstock.engine.openai.prefixes.advertised import AdvertisedPrefixes
-from penstock.engine.openai.prefixes.watch import PrefixWatch
-from penstock.engine.openai.server import DEPLOYMENT, Server
-from penstock.engine.openai.streams import Stream
-from penstock.engine.scheduling.sampling import checked_sampling
+from penstock.engine.openai.health import HealthWatch
+from penstock.engine.openai.prefixes import AdvertisedPrefixes, PrefixWatch
+from penstock.engine.openai.server import DEPLOYMENT, EngineServer, ServerLoad
+from penstock.engine.scheduling.sequences import checked_sampling
+
+
+class ServerStream:
+    """A request's state. One task feeds it."""
+
+    __slots__ = (
+        "_ends", "_finish", "_has_begun", "_held", "_held_logprobs", "_said_cached", "_stops", "asked", "cached_tokens", "extra", "is_background", "is_done", "is_over", "is_taken", "keeps",
+        "num_tokens", "rank", "request", "task",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, eos_token_ids: tuple[int, ...], extra: dict[str, Any]) -> None:
+        """Take a request.
+
+        Args:
+            request: as it goes to the server.
+            eos_token_ids: of the model; the answer ends at one that its server does not know, and one is added where a server ends
+                an answer without saying by which token.
+            extra: fields to add to the server's request.
+        """
+        self.request = request
+        self.rank = request.rank or 0
+        """The server's data-parallel rank that computes it."""
+        self.asked = request
+        """What the server is asked for: the rest of the request, where the answer has begun elsewhere."""
+        self.extra = extra
+        self.task: asyncio.Task[None] | None = None
+        self.num_tokens = 0
+        """Tokens of the answer so far."""
+        self.is_over = False
+        """Whether the rest of the answer is not needed."""
+        self.keeps = False
+        """Whether the server still computes it after its last delta, as SGLang does for a prefill."""
+        self.is_background = False
+        """Whether its last delta was made."""
+        self.is_taken = False
+        """Whether that delta was yielded."""
+        self.is_done = False
+        """Whether its task has ended."""
+        self._ends = frozenset(eos_token_ids)
+        self._stops = (*eos_token_ids, *request.sampling.stop_token_ids)
+        self._finish: FinishReason | None = None
+        self.cached_tokens: int | None = None
+        """Prompt tokens that the server had cached, once it has said so."""
+        self._has_begun = self._said_cached = False
+        self._held: tuple[int, ...] = ()  # a stop token, which may be the last one
+        self._held_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the server has sent a finish reason; the number of cached tokens may still follow."""
+        return self._finish is not None
+
+    def feed(self, piece: AnswerPiece) -> Delta | None:
+        """Take a piece of the answer; a delta where it has tokens. `end` gives the last one."""
+        self.note_cached(piece)
+        if self._finish is not None:  # tokens after the end do not count
+            self.is_over |= piece.is_last or self.cached_tokens is not None or bool(piece.token_ids)
+            return None
+        left = self.request.sampling.max_tokens - self.request.num_emitted - self.num_tokens
+        new = piece.token_ids[:left]
+        self._finish = piece.finish_reason
+        if len(new) < len(piece.token_ids):  # the server ignores max_tokens
+            self._finish = FinishReason.LENGTH
+            self.is_over = True
+        if (ended := self._up_to_end(new)) is not None:
+            self._finish = FinishReason.STOP
+            self.is_over |= len(ended) < len(piece.token_ids)  # the server does not know this end
+            new = ended
+        self.num_tokens += len(new)
+        self.is_over |= piece.is_last or (self._finish is not None and self.cached_tokens is not None)
+        token_ids = self._held + new
+        logprobs = self._held_logprobs + piece.logprobs[: len(new)]
+        whole = len(token_ids) - (bool(token_ids) and token_ids[-1] in self._stops)
+        self._held, self._held_logprobs = token_ids[whole:], logprobs[whole:]
+        if not whole:
+            return None
+        return Delta(
+            request_id=self.request.request_id,
+            token_ids=pack_tokens(token_ids[:whole]),
+            logprobs=logprobs[:whole],
+            cached_tokens=self._tell_cached(),
+        )
+
+    def note_cached(self, piece: AnswerPiece) -> None:
+        """Note how many prompt tokens the server had cached, where a piece of the answer says it."""
+        if piece.cached_tokens is not None:
+            prompt = num_tokens(self.request.token_ids)
+            self.cached_tokens = min(max(piece.cached_tokens, 0), prompt)
+
+    def _up_to_end(self, token_ids: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Give the next tokens up to an end of the model's; None if there is none."""
+        sampling = self.request.sampling
+        if not self._ends or sampling.ignore_eos:
+            return None
+        least = max(0, sampling.min_tokens - self.request.num_emitted - self.num_tokens)
+        found = (at for at, token in enumerate(token_ids) if at >= least and token in self._ends)
+        at = next(found, None)
+        return None if at is None else token_ids[: at + 1]
+
+    def end(self) -> Delta:
+        """Make the last delta, with the stop token where there is one.
+
+        Raises:
+            StepFailed: the answer ended without a finish reason.
+        """
+        if self._finish is None:
+            raise StepFailed("the server closed the connection within an answer")
+        held = self._held
+        room = self.request.sampling.max_tokens - self.request.num_emitted - self.num_tokens
+        if self._finish is FinishReason.STOP and not held and room > 0:
+            held = (self._stops[0] if self._stops else 0,)
+            self.num_tokens += 1
+        return Delta(
+            request_id=self.request.request_id,
+            token_ids=pack_tokens(held),
+            finish_reason=self._finish,
+            cached_tokens=self._tell_cached(at_end=True),
+            logprobs=self._held_logprobs,
+        )
+
+    def _tell_cached(self, *, at_end: bool = False) -> int | None:
+        """Return the number of cached tokens once: with the first tokens if it is known then, else at the end; None otherwise."""
+        is_first, self._has_begun = not self._has_begun, True
+        if self._said_cached or not (at_end or is_first):
+            return None
+        self._said_cached = at_end or self.cached_tokens is not None
+        return self.cached_tokens if self.cached_tokens is not None or not at_end else 0
+
 
 _AFTER_FINISH_S = 2.0
 """Longest wait for what may follow a finish reason."""
@@ -73,7 +198,7 @@ class ServerEngine:
     until a trial request succeeds.
     """
 
-    def __init__(self, server: Server, config: ServerConfig, serving: Serving) -> None:
+    def __init__(self, server: EngineServer, config: ServerConfig, serving: Serving) -> None:
         """Make an engine; `start` asks the server."""
         self._server = server
         self._config = config
@@ -90,9 +215,9 @@ class ServerEngine:
         self._prefixes: PrefixWatch | None = None
         self._events: dict[int, list[KvEvent]] = {}
         self._info: EngineInfo | None = None
-        self._streams: dict[RequestId, Stream] = {}
+        self._streams: dict[RequestId, ServerStream] = {}
         self._deltas: list[Delta] = []
-        self._waiting: list[Stream] = []  # submitted before `steps` runs
+        self._waiting: list[ServerStream] = []  # submitted before `steps` runs
         self._group: asyncio.TaskGroup | None = None
         self._wake = asyncio.Event()
         self._closed = False
@@ -261,7 +386,7 @@ class ServerEngine:
         counts = Counter(stream.rank for stream in self._streams.values())
         return min(range(self._serving.ranks), key=counts.__getitem__)
 
-    def _count_prompt(self, stream: Stream) -> None:
+    def _count_prompt(self, stream: ServerStream) -> None:
         cached = stream.cached_tokens or 0
         computed = max(num_tokens(stream.request.token_ids) - cached, 0)
         self._count(stream.rank, prefix_hit_tokens=cached, prefilled_tokens=computed)
@@ -284,7 +409,7 @@ class ServerEngine:
 
     # -- one request
 
-    def _checked(self, request: Request, info: EngineInfo) -> Stream:
+    def _checked(self, request: Request, info: EngineInfo) -> ServerStream:
         """Check a request as every engine does."""
         prompt, sampling = num_tokens(request.token_ids), request.sampling
         if request.request_id in self._streams:
@@ -339,14 +464,14 @@ class ServerEngine:
         self._server.api.body(request, "")  # refuses what the server has no field for
         return self._stream_of(request, extra)
 
-    def _stream_of(self, request: Request, extra: dict[str, Any]) -> Stream:
-        return Stream(request, self._serving.eos_token_ids, extra)
+    def _stream_of(self, request: Request, extra: dict[str, Any]) -> ServerStream:
+        return ServerStream(request, self._serving.eos_token_ids, extra)
 
-    def _begin(self, stream: Stream) -> None:
+    def _begin(self, stream: ServerStream) -> None:
         assert self._group is not None, "running"
         stream.task = self._group.create_task(self._run(stream))
 
-    async def _run(self, stream: Stream) -> None:
+    async def _run(self, stream: ServerStream) -> None:
         """Run a request to its end; never raises but CancelledError."""
         request_id = stream.request.request_id
         try:
@@ -376,7 +501,7 @@ class ServerEngine:
                 return error
         return Unavailable(error.message, retry_after_s=error.retry_after_s)
 
-    async def _compute(self, stream: Stream) -> None:
+    async def _compute(self, stream: ServerStream) -> None:
         """Make deltas of an answer. The last delta waits for the number of cached tokens, which follows in the stream.
 
         Bytes without a token, such as comments, count as silence. An error after the finish reason is ignored.
@@ -390,7 +515,7 @@ class ServerEngine:
         self._count_prompt(stream)
         self._push(stream, end)
 
-    async def _read_answer(self, stream: Stream) -> None:
+    async def _read_answer(self, stream: ServerStream) -> None:
         clock, silence_s = asyncio.get_running_loop().time, self._config.limits.silence_s
         try:
             async with (
@@ -413,7 +538,7 @@ class ServerEngine:
                 f"{self._server.name}: no answer within {silence_s:g} s: no token came (limits.silence_s)"
             ) from error
 
-    def _begun(self, stream: Stream) -> Callable[[], None]:
+    def _begun(self, stream: ServerStream) -> Callable[[], None]:
         """Make the callback that tells routers that the server has the request now."""
 
         def begun() -> None:
@@ -422,11 +547,11 @@ class ServerEngine:
 
         return begun
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: ServerStream) -> None:
         if self._streams.get(stream.request.request_id) is stream:
             del self._streams[stream.request.request_id]
 
-    def _push(self, stream: Stream, delta: Delta) -> None:
+    def _push(self, stream: ServerStream, delta: Delta) -> None:
         if self._streams.get(stream.request.request_id) is not stream or stream.is_background:
             return
         self._count(stream.rank, generated_tokens=num_tokens(delta.token_ids))
@@ -435,14 +560,14 @@ class ServerEngine:
             stream.is_background = True
         self._changed()
 
-    def _fail(self, stream: Stream, error: PenstockError) -> None:
+    def _fail(self, stream: ServerStream, error: PenstockError) -> None:
         """End a request with an error; an error that the server caused counts as its failure."""
         if not isinstance(error, (RequestError, Overloaded)):
             self._count(stream.rank, failed_steps=1)
             self._watch.request_failed(error.message)
         self._end_with(stream, error)
 
-    def _end_with(self, stream: Stream, error: PenstockError) -> None:
+    def _end_with(self, stream: ServerStream, error: PenstockError) -> None:
         self._push(
             stream,
             Delta(
@@ -502,7 +627,7 @@ class ServerEngine:
 
 
 def _others(load: ServerLoad, ours: int) -> tuple[int, int]:
-    """Give the running and waiting requests of a server's other clients, where it has `ours` of this one."""
+    """Count the running and the waiting requests of a server's other clients; `ours` is the number of requests from here."""
     running, waiting = load.running or 0, load.waiting or 0
     others = max(running + waiting - ours, 0)
     queued = min(others, waiting)

@@ -10,7 +10,7 @@ from penstock.engine.kv_events.polled import PolledKvEvents
 from penstock.engine.kv_events.subscriber import KvEventSubscriber, Publish, PublisherAddress
 from penstock.engine.kv_events.translator import SaltOf
 from penstock.engine.openai.config import ServerConfig
-from penstock.engine.openai.connection import Connection
+from penstock.engine.openai.connection import ServerConnection
 
 POLLED_PATH = "/kv_cache_events"
 """Path at which TensorRT-LLM gives the events since the last request, to one reader."""
@@ -67,7 +67,7 @@ def followed(
         )
 
     def polled(publish: Publish) -> KvEventSource:
-        connection = Connection(endpoint.removesuffix(POLLED_PATH), config.limits, config.api_key())
+        connection = ServerConnection(endpoint.removesuffix(POLLED_PATH), config.limits, config.api_key())
         ask = partial(connection.post, POLLED_PATH, {}, timeout_s=_POLL_TIMEOUT_S)
         return PolledKvEvents(
             ask, block_size=size, salt_of=salt_of, publish=publish, close=connection.close, hash_key=hash_key

@@ -1,5 +1,6 @@
 """Makes the engine of one worker, in front of a running server or of one that it starts, from the deployment's settings."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -7,14 +8,14 @@ from penstock.core.errors import ConfigError
 from penstock.core.hashing import root_hash
 from penstock.core.types.instances import ModelCard, Role
 from penstock.core.types.kv import pack_root
-from penstock.engine.launch_host import ThisHost
+from penstock.engine.launch import ThisHost
 from penstock.engine.openai.child import HEALTH, ChildServerEngine, ServerCommand, ServerProcess
 from penstock.engine.openai.config import ServerConfig
-from penstock.engine.openai.connection import Connection
+from penstock.engine.openai.connection import ServerConnection
 from penstock.engine.openai.engine import ServerEngine, Serving
 from penstock.engine.openai.events import POLLED_PATH, Follow, followed
 from penstock.engine.openai.paired import PairedServerEngine
-from penstock.engine.openai.server import Server
+from penstock.engine.openai.server import EngineServer
 from penstock.engine.openai.sglang_server import sglang_command, sglang_launch
 from penstock.engine.openai.text import TextCodec
 from penstock.engine.openai.trtllm_server import publishes_events, trtllm_command, trtllm_launch
@@ -34,7 +35,7 @@ def make_engine(spec: EngineSpec) -> ServerEngine:
     """
     config = ServerConfig.parse(dict(spec.args), source="engine openai").of_server(spec.index)
     codec = TextCodec.open(spec.model)
-    server = Server(config.url[0], config, (*spec.model_names, spec.model), codec, role=spec.role)
+    server = EngineServer(config.url[0], config, (*spec.model_names, spec.model), codec, role=spec.role)
     kind = ServerEngine if spec.role is Role.AGGREGATED else PairedServerEngine
     return kind(server, config, serving_of(spec, codec, config))
 
@@ -47,11 +48,14 @@ def make_sglang(spec: EngineSpec) -> ServerEngine:
     """
     host = ThisHost()
     launch = sglang_launch(spec, host)
-    given = {"bootstrap_port": launch.arguments.get("disaggregation_bootstrap_port")}
+    given: dict[str, Any] = {
+        "api": "sglang",
+        "bootstrap_port": launch.arguments.get("disaggregation_bootstrap_port"),
+    }
     if launch.kv_events is not None:
         given["kv_events"] = launch.kv_events.endpoint
         given["kv_events_replay"] = launch.kv_events.replay_endpoint
-    return _child(spec, host, sglang_command(launch), api="sglang", ranks=spec.data_parallel, **given)
+    return _child(spec, host, sglang_command(launch), given, ranks=spec.data_parallel)
 
 
 def make_trtllm(spec: EngineSpec) -> ServerEngine:
@@ -63,30 +67,28 @@ def make_trtllm(spec: EngineSpec) -> ServerEngine:
     host = ThisHost()
     launch = trtllm_launch(spec, host)
     command = trtllm_command(launch, host)
-    events = f"{command.url}{POLLED_PATH}" if publishes_events(launch) else None
-    return _child(spec, host, command, api="trtllm", kv_events=events, separates_salts=False)
+    given = {
+        "api": "trtllm",
+        "kv_events": f"{command.url}{POLLED_PATH}" if publishes_events(launch) else None,
+    }
+    return _child(spec, host, command, given, separates_salts=False)
 
 
 def _child(
     spec: EngineSpec,
     host: ThisHost,
     command: ServerCommand,
+    given: Mapping[str, Any],
     *,
-    api: str,
     ranks: int = 1,
     separates_salts: bool = True,
-    **given: Any,
 ) -> ServerEngine:
-    """Make the engine of a server that is started by a command; `given` are fields of `ServerConfig`."""
-    config = ServerConfig(
-        url=(command.url,),
-        api=api,
-        health=HEALTH,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    """Make the engine of a server that is started by a command; `given` are further fields of `ServerConfig`, or None."""
+    fields = {name: value for name, value in given.items() if value is not None}
+    config = ServerConfig(url=(command.url,), health=HEALTH, **fields)
     codec = TextCodec.open(spec.model)
-    connection = Connection(command.url, config.limits, command.api_key)
-    server = Server(
+    connection = ServerConnection(command.url, config.limits, command.api_key)
+    server = EngineServer(
         command.url,
         config,
         (*spec.model_names, spec.model),

@@ -15,13 +15,12 @@ from penstock.core.errors import Overloaded, StepFailed
 from penstock.core.types.instances import EngineInfo, Role
 from penstock.core.types.requests import Delta, FinishReason, KvHandle, Request
 from penstock.core.wire import NO_TOKENS, num_tokens, pack_tokens
-from penstock.engine.openai.apis.api import UNREADABLE, Api, TokenId, finish_of
+from penstock.engine.openai.apis.api import UNREADABLE, ServerApi, TokenId, finish_of
 from penstock.engine.openai.apis.completions import Completions
 from penstock.engine.openai.apis.sglang import SglangGenerate
 from penstock.engine.openai.config import ServerConfig
-from penstock.engine.openai.engine import ServerEngine, Serving
-from penstock.engine.openai.server import Server, transfer_kind
-from penstock.engine.openai.streams import Stream
+from penstock.engine.openai.engine import ServerEngine, ServerStream, Serving
+from penstock.engine.openai.server import EngineServer, transfer_kind
 
 KV_TTL_S = 60.0
 """Time in which the decode worker must fetch the KV; vLLM's own limit is longer (VLLM_NIXL_ABORT_REQUEST_TIMEOUT, 480 s)."""
@@ -50,7 +49,12 @@ class PairedServerEngine(ServerEngine):
     """Implements `NativeKvTransfer` too."""
 
     def __init__(
-        self, server: Server, config: ServerConfig, serving: Serving, *, rng: random.Random | None = None
+        self,
+        server: EngineServer,
+        config: ServerConfig,
+        serving: Serving,
+        *,
+        rng: random.Random | None = None,
     ) -> None:
         """Make an engine; `rng` chooses SGLang's rooms."""
         super().__init__(server, config, serving)
@@ -76,7 +80,7 @@ class PairedServerEngine(ServerEngine):
         assert kind is not None, "checked at start"
         return kind
 
-    async def _compute(self, stream: Stream) -> None:
+    async def _compute(self, stream: ServerStream) -> None:
         if not stream.request.prefill_only or self._server.role is Role.AGGREGATED:
             await super()._compute(stream)
         elif isinstance(self._server.api, SglangGenerate):
@@ -84,7 +88,7 @@ class PairedServerEngine(ServerEngine):
         else:
             await self._prefill_before(stream)
 
-    async def _prefill_before(self, stream: Stream) -> None:
+    async def _prefill_before(self, stream: ServerStream) -> None:
         """Compute a prompt with vLLM or TensorRT-LLM; its answer says where the decode server finds the KV."""
         api, server, request = self._server.api, self._server, stream.request
         assert isinstance(api, Completions), "checked at start"
@@ -98,7 +102,7 @@ class PairedServerEngine(ServerEngine):
         )
         self._end_prefill(stream, _vllm_end(content, request) if is_vllm else _trtllm_end(content, request))
 
-    async def _prefill_beside(self, stream: Stream) -> None:
+    async def _prefill_beside(self, stream: ServerStream) -> None:
         """Give the decode worker a bootstrap room at once: SGLang's prefill ends when the decode server has fetched the KV."""
         ranks = self._serving.ranks
         room = sglang_room(self._server.url, self._config, self._rng, ranks=ranks, rank=stream.rank)
@@ -118,7 +122,7 @@ class PairedServerEngine(ServerEngine):
                 stream.note_cached(piece)
         self._count_prompt(stream)
 
-    def _end_prefill(self, stream: Stream, end: Delta) -> None:
+    def _end_prefill(self, stream: ServerStream, end: Delta) -> None:
         if not stream.keeps:
             self._count_prompt(stream)
         self._push(stream, end)
@@ -138,13 +142,13 @@ def sglang_room(
     }
 
 
-def has_gateway_fields(api: Api) -> bool:
+def has_gateway_fields(api: ServerApi) -> bool:
     """Say whether `http_transfer` describes transfers between servers with this API."""
     return isinstance(api, SglangGenerate) or (isinstance(api, Completions) and api.dialect == "vllm")
 
 
 def http_transfer(
-    url: str, api: Api, config: ServerConfig, rng: random.Random
+    url: str, api: ServerApi, config: ServerConfig, rng: random.Random
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
     """Make the fields of one transfer from a prefill server, for a gateway that asks both servers over their OpenAI API.
 

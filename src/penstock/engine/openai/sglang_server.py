@@ -16,8 +16,16 @@ from penstock.core.cuda import worker_gpus
 from penstock.core.errors import ConfigError, EngineError
 from penstock.core.types.instances import Role
 from penstock.engine.kv_events.subscriber import PublisherAddress
-from penstock.engine.launch import EngineLaunch, EnginePackage, expect_gpu, refuse_own
-from penstock.engine.launch_host import LaunchHost, ThisHost, gloo_environment, own_address
+from penstock.engine.launch import (
+    EngineLaunch,
+    EnginePackage,
+    LaunchHost,
+    ThisHost,
+    expect_gpu,
+    gloo_environment,
+    own_address,
+    refuse_own,
+)
 from penstock.engine.openai.child import ServerCommand, ServerProcess, flags, start_error
 from penstock.engine.spec import EngineSpec
 

@@ -15,8 +15,7 @@ from typing import Any
 from penstock.core.cuda import CUDA_VISIBLE_DEVICES, worker_gpus
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
-from penstock.engine.launch import EngineLaunch, EnginePackage, expect_gpu, refuse_own
-from penstock.engine.launch_host import LaunchHost, ThisHost
+from penstock.engine.launch import EngineLaunch, EnginePackage, LaunchHost, ThisHost, expect_gpu, refuse_own
 from penstock.engine.openai.child import ServerCommand
 from penstock.engine.spec import EngineSpec
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.core.types.events import Tier
 from penstock.core.wire import pack_tokens
-from penstock.engine.kv_events.engine_events import (
+from penstock.engine.kv_events.events import (
     EngineCleared,
     EngineEvent,
     EngineRemoved,

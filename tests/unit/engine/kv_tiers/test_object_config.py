@@ -5,7 +5,7 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import Tier
 from penstock.engine.kv_tiers import KvConfig, check_offloads_all, tier_maker
-from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.graph import Graph
 from penstock.seams.kv import Admission, OffloadMode, OffloadPolicy

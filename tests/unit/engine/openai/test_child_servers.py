@@ -16,7 +16,7 @@ from penstock.core.types.events import BlockStored
 from penstock.core.types.instances import CLIENT_SALT, Role
 from penstock.core.types.requests import FinishReason
 from penstock.demo import MODEL_DIR
-from penstock.engine.launch_host import SymbolicHost, ThisHost
+from penstock.engine.launch import SymbolicHost, ThisHost
 from penstock.engine.openai.child import ChildServerEngine, flags
 from penstock.engine.openai.make import make_sglang, make_trtllm
 from penstock.engine.openai.sglang_server import sglang_launch

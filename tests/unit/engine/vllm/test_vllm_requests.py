@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
-from penstock.engine.vllm.load import LoadCounts
-from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
+from penstock.engine.vllm.requests import LoadCounts, VllmRequest, check_tokens, delta_of, sampling_arguments
 
 
 def request(*, num_emitted: int = 0, choice: int = 0, expected: int = 0, **sampling: Any) -> Request:
@@ -71,7 +70,7 @@ def test_choices_of_one_seed_differ() -> None:
     ],
 )
 def test_finish_reasons(reason: str | None, expected: FinishReason | None) -> None:
-    delta = delta_of(Running.of(request(), 0.0), output(4, 5, finish_reason=reason))
+    delta = delta_of(VllmRequest.of(request(), 0.0), output(4, 5, finish_reason=reason))
     assert unpack_tokens(delta.token_ids).tolist() == [4, 5]
     assert delta.finish_reason == expected
     assert (delta.error is not None) == (expected is FinishReason.ERROR)
@@ -100,7 +99,7 @@ def test_tokens_that_vllm_would_refuse_otherwise_are_refused_by_field(
 
 def test_the_load_counts_what_vllm_has_not_said_yet() -> None:
     counts = LoadCounts(total_blocks=50)
-    first, second = Running.of(request(expected=64), 1.0), Running.of(request(), 3.0)
+    first, second = VllmRequest.of(request(expected=64), 1.0), VllmRequest.of(request(), 3.0)
     counts.begin("first", first)
     counts.begin("second", second)
     waiting = counts.load(now_s=4.0)
@@ -123,12 +122,12 @@ def test_the_load_counts_what_vllm_has_not_said_yet() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "count", "end"])), max_size=60))
 def test_the_load_is_that_of_the_requests_under_way(steps: list[tuple[int, str]]) -> None:
-    counts, under_way = LoadCounts(), dict[str, Running]()
+    counts, under_way = LoadCounts(), dict[str, VllmRequest]()
     for now, (number, what) in enumerate(steps):
         name = f"r{number}"
         running = under_way.get(name)
         if what == "begin" and running is None:
-            under_way[name] = running = Running.of(request(expected=10 * number), float(now))
+            under_way[name] = running = VllmRequest.of(request(expected=10 * number), float(now))
             counts.begin(name, running)
         elif what == "count" and running is not None:
             counts.count(running, output(1, request_id=name))

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import KvRetention
-from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.tenants import tenant_number

@@ -6,8 +6,8 @@ import msgspec
 
 from penstock.core.types.instances import Role
 from penstock.deploy.processes.engine_spec import engine_spec
-from penstock.engine.launch_host import SymbolicHost
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.launch import SymbolicHost
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch
 from penstock.graph import Graph
 

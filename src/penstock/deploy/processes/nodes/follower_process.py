@@ -14,7 +14,7 @@ from penstock.deploy.nodes.messages import JOIN_S
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.processes.nodes.arguments import common_arguments
 from penstock.deploy.processes.report import report_of
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import engine_kind
 from penstock.engine.spec import EngineSpec, NodeGroup
 from penstock.graph import Graph

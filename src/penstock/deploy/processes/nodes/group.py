@@ -13,8 +13,8 @@ from penstock.deploy.messages import Failed, Phase, Tell
 from penstock.deploy.nodes.leader import NodeLeader
 from penstock.deploy.nodes.messages import JOIN_S
 from penstock.deploy.processes.nodes.arguments import common_arguments
-from penstock.engine.launch_host import ThisHost
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.launch import ThisHost
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.spec import NodeGroup
 from penstock.graph import Graph
 from penstock.runtime.handshake import Identity

@@ -15,7 +15,7 @@ from penstock.deploy.location import location_here
 from penstock.deploy.messages import Common, WorkerJob
 from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.scaling.template import OpenedModel
-from penstock.engine.openai.region.config import RegionConfig
+from penstock.engine.openai.config import RegionConfig
 from penstock.graph import Graph
 from penstock.graph.regions import RegionSpec
 

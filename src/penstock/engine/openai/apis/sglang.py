@@ -7,7 +7,7 @@ import msgspec
 
 from penstock.core.types.requests import Request, TokenLogprob
 from penstock.engine.openai.apis.api import (
-    Piece,
+    AnswerPiece,
     TokenId,
     changed,
     client_salt,
@@ -82,10 +82,10 @@ class SglangAnswer:
         self._seen = 0
         self._adds: bool | None = None  # whether each line has the new ids only; None: not known yet
 
-    def read(self, line: bytes) -> Piece | None:
+    def read(self, line: bytes) -> AnswerPiece | None:
         data = sse_data(line)
         if data is None:
-            return Piece(is_last=True) if is_end(line) else None
+            return AnswerPiece(is_last=True) if is_end(line) else None
         chunk = decode(_chunks, data)
         if chunk.error is not None:
             raise stream_error(chunk.error.message, chunk.error.code)
@@ -102,7 +102,7 @@ class SglangAnswer:
         reason = meta.finish_reason
         if reason is not None and reason.type == "abort":
             raise stream_error(reason.message or "aborted", reason.status_code)
-        return Piece(
+        return AnswerPiece(
             token_ids=new,
             finish_reason=finish_of(None if reason is None else reason.type),
             cached_tokens=meta.cached_tokens,
