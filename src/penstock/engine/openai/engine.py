@@ -26,7 +26,7 @@ from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
-from penstock.core.wire import num_tokens, pack_tokens, unpack_tokens
+from penstock.core.wire import num_tokens, pack_tokens
 from penstock.engine.kv_events.translator import check_block_size
 from penstock.engine.openai.apis.api import AnswerPiece, client_salt
 from penstock.engine.openai.config import ServerConfig
@@ -34,7 +34,7 @@ from penstock.engine.openai.events import Follow
 from penstock.engine.openai.health import HealthWatch
 from penstock.engine.openai.prefixes import AdvertisedPrefixes, PrefixWatch
 from penstock.engine.openai.server import DEPLOYMENT, EngineServer, ServerLoad
-from penstock.engine.scheduling.sequences import checked_sampling
+from penstock.engine.scheduling.sequences import checked_sampling, checked_tokens
 
 
 class ServerStream:
@@ -411,35 +411,16 @@ class ServerEngine:
 
     def _checked(self, request: Request, info: EngineInfo) -> ServerStream:
         """Check a request as every engine does."""
-        prompt, sampling = num_tokens(request.token_ids), request.sampling
         if request.request_id in self._streams:
             raise RequestError(
                 f"request_id: {request.request_id} is under way already; give each request its own",
                 param="request_id",
             )
-        if not prompt:
-            raise RequestError("token_ids: must not be empty", param="token_ids")
-        token_ids = unpack_tokens(request.token_ids)
-        lowest, highest = int(token_ids.min()), int(token_ids.max())
-        if not 0 <= lowest <= highest < self._serving.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise RequestError(
-                f"token_ids: must be >= 0 and < {self._serving.vocab_size}, got {wrong}", param="token_ids"
-            )
-        if not 0 <= request.num_emitted < prompt:
-            raise RequestError(
-                f"num_emitted: must be >= 0 and < {prompt}, the number of token_ids, got {request.num_emitted}",
-                param="num_emitted",
-            )
-        if sampling.max_tokens <= request.num_emitted:
-            raise RequestError(
-                f"max_tokens: must be > {request.num_emitted}, the tokens that the request came with, got {sampling.max_tokens}",
-                param="max_tokens",
-            )
+        prompt = len(checked_tokens(request, self._serving.vocab_size))
         if prompt >= info.context_length:
             raise RequestError(
-                f"token_ids: {prompt} tokens do not fit into the context of {info.context_length} with one more",
-                param="token_ids",
+                f"prompt of {prompt} tokens: must be < {info.context_length}, the context length; shorten it",
+                param="prompt",
             )
         engines = self._outside.workers * self._serving.ranks
         most = (info.max_running_requests + self._serving.max_waiting_requests) * engines
@@ -449,7 +430,7 @@ class ServerEngine:
                 retry_after_s=1.0,
             )
         sampling = checked_sampling(
-            sampling, vocab_size=self._serving.vocab_size, context_length=info.context_length
+            request.sampling, vocab_size=self._serving.vocab_size, context_length=info.context_length
         )
         room = request.num_emitted + info.context_length - prompt
         sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))

@@ -293,7 +293,7 @@ class Sequence:
         Raises:
             RequestError: the request can never run here, or its fields contradict each other.
         """
-        token_ids = _checked_tokens(request, limits)
+        token_ids = _fitting_tokens(request, limits)
         num_prompt = len(token_ids) - request.num_emitted
         sampling = _checked_params(request, limits)
         return cls(
@@ -345,7 +345,12 @@ class Sequence:
         self.block_hashes = np.concatenate((self.block_hashes, more))
 
 
-def _checked_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
+def checked_tokens(request: Request, vocab_size: int) -> TokenArray:
+    """Check a request's tokens and its counts of tokens, as every engine does; give the tokens.
+
+    Raises:
+        RequestError: there is no token, a token is outside of the vocabulary, or `num_emitted` or `max_tokens` contradicts the tokens.
+    """
     count, odd_bytes = divmod(len(request.token_ids), 4)
     if odd_bytes or not count:
         raise RequestError(
@@ -353,19 +358,10 @@ def _checked_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
         )
     token_ids = unpack_tokens(request.token_ids)
     lowest, highest = int(token_ids.min()), int(token_ids.max())
-    if lowest < 0 or highest >= limits.vocab_size:
+    if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise RequestError(
-            f"token id {wrong}: must be >= 0 and < {limits.vocab_size}, the size of the vocabulary",
-            param="prompt",
-        )
-    if count >= limits.context_length:
-        why = f"the context length is {limits.model_context_length} tokens"
-        if limits.kv_tokens < limits.model_context_length:
-            why = f"all {limits.kv_tokens // limits.block_size} KV blocks hold {limits.kv_tokens} tokens"
-        raise RequestError(
-            f"prompt of {count} tokens: must be < {limits.context_length}, as {why}; shorten it",
-            param="prompt",
+            f"token id {wrong}: must be >= 0 and < {vocab_size}, the size of the vocabulary", param="prompt"
         )
     if not 0 <= request.num_emitted < count:
         raise RequestError(f"num_emitted: must be >= 0 and < {count}, all tokens, got {request.num_emitted}")
@@ -373,6 +369,19 @@ def _checked_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
         raise RequestError(
             f"max_tokens: must be > {request.num_emitted}, what was emitted already, got {request.sampling.max_tokens}",
             param="max_tokens",
+        )
+    return token_ids
+
+
+def _fitting_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
+    token_ids = checked_tokens(request, limits.vocab_size)
+    if len(token_ids) >= limits.context_length:
+        why = f"the context length is {limits.model_context_length} tokens"
+        if limits.kv_tokens < limits.model_context_length:
+            why = f"all {limits.kv_tokens // limits.block_size} KV blocks hold {limits.kv_tokens} tokens"
+        raise RequestError(
+            f"prompt of {len(token_ids)} tokens: must be < {limits.context_length}, as {why}; shorten it",
+            param="prompt",
         )
     return token_ids
 

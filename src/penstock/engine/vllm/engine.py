@@ -28,6 +28,7 @@ from penstock.core.types.requests import Delta, ExpandedPrompt, FinishReason, Kv
 from penstock.core.wire import NO_TOKENS
 from penstock.engine.child_output import ChildOutput
 from penstock.engine.launch import ThisHost
+from penstock.engine.scheduling.sequences import checked_tokens
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.arguments import installed_version, lease_s, tokens_per_block, transfer_config
 from penstock.engine.vllm.events import VllmKvEvents
@@ -37,7 +38,6 @@ from penstock.engine.vllm.requests import (
     RequestTable,
     VllmInputs,
     VllmRequest,
-    check_tokens,
     delta_of,
     sampling_arguments,
 )
@@ -167,7 +167,7 @@ class VllmEngine:
         if self._closed:
             raise Unavailable("the engine is closed; try another worker")
         self._requests.check(request)
-        check_tokens(request, self._core.vllm_config.model_config.get_vocab_size())
+        checked_tokens(request, self._core.vllm_config.model_config.get_vocab_size())
         vllm_id = self._requests.next_id(request)
         rank = self._requests.least_loaded() if request.rank is None else request.rank
         assert self._inputs is not None, "started"

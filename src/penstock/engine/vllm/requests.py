@@ -26,7 +26,7 @@ from penstock.core.types.requests import (
     Request,
     TokenLogprob,
 )
-from penstock.core.wire import num_tokens, pack_tokens, token_list, unpack_tokens
+from penstock.core.wire import num_tokens, pack_tokens, token_list
 from penstock.engine.vllm.tiers.stats import TierStats
 
 _PREEMPTED = 3
@@ -61,43 +61,14 @@ class VllmRequest:
         )
 
 
-def check_tokens(request: Request, vocab_size: int) -> None:
-    """Check what vLLM does not check, or refuses without naming the field.
-
-    Raises:
-        RequestError: there is no token, one is outside of the vocabulary, or more were emitted than there are.
-    """
-    token_ids = unpack_tokens(request.token_ids)
-    if not len(token_ids):
-        raise RequestError("token_ids: must be at least one id, got none", param="prompt")
-    lowest, highest = int(token_ids.min()), int(token_ids.max())
-    if lowest < 0 or highest >= vocab_size:
-        wrong = lowest if lowest < 0 else highest
-        raise RequestError(
-            f"token id {wrong}: must be >= 0 and < {vocab_size}, the size of the vocabulary", param="prompt"
-        )
-    if not 0 <= request.num_emitted < len(token_ids):
-        raise RequestError(
-            f"num_emitted: must be >= 0 and < {len(token_ids)}, all tokens, got {request.num_emitted}"
-        )
-
-
 def sampling_arguments(request: Request, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
     """Give the arguments of vLLM's SamplingParams, with end-of-sequence tokens beside those that vLLM knows.
 
     vLLM takes the tokens that a migrated request has emitted as part of its prompt. So `max_tokens` and `min_tokens`
     shrink by them, frequency and presence penalties do not count them, and a seed starts its random numbers anew: a
     greedy request continues exactly after a migration, others as vLLM would continue that prompt.
-
-    Raises:
-        RequestError: the request has emitted all tokens that it may.
     """
     sampling, emitted = request.sampling, request.num_emitted
-    if sampling.max_tokens <= emitted:
-        raise RequestError(
-            f"max_tokens: must be more than the {emitted} tokens emitted so far, got {sampling.max_tokens}",
-            param="max_tokens",
-        )
     max_tokens = min(sampling.max_tokens - emitted, _TOKENS_MAX)
     return {
         "max_tokens": max_tokens,
