@@ -35,7 +35,7 @@ from penstock.engine.openai.config import HealthConfig, ServerConfig
 from penstock.engine.openai.connection import NotThere
 from penstock.engine.openai.engine import ServerEngine, Serving
 from penstock.engine.openai.server import ModelAtServer, ServerLoad, deployment_load
-from penstock.frontend.limits.prefix_query import PrefixQuery
+from penstock.frontend.limits.regions import PrefixQuery
 from penstock.graph import Overrides, load
 from penstock.router.config import PrefixSummaryConfig
 from penstock.router.dispatch.dispatcher import Dispatcher

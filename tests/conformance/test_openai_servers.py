@@ -256,7 +256,7 @@ async def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
 async def test_a_shorter_context_of_the_server_counts() -> None:
     async with fake_of(context_length=64) as fake, driven(fake) as case:
         assert (await case.engine.start()).context_length == 64
-        with pytest.raises(RequestError, match="context of 64"):
+        with pytest.raises(RequestError, match="must be < 64, the context length"):
             case.engine.submit(make_request("long", PROMPT * 20))
 
 

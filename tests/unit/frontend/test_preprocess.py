@@ -18,10 +18,7 @@ from penstock.core.types.instances import request_salt
 from penstock.core.types.requests import KvRetention
 from penstock.core.wire import token_list, unpack_hashes
 from penstock.engine.scheduling.sequences import checked_sampling
-from penstock.frontend.errors import ContextLengthError
-from penstock.frontend.frontend import PendingAnswer
-from penstock.frontend.openai.agents import RetentionBody
-from penstock.frontend.openai.bodies import (
+from penstock.frontend.apis.bodies import (
     ChatRequest,
     CompletionRequest,
     ContentPart,

@@ -21,8 +21,8 @@ from penstock.deploy.location import location_here
 from penstock.deploy.processes.watched_servers import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.paged.checkpoint import Checkpoint
-from penstock.frontend.endpoint_picker.config import EndpointPickerConfig
-from penstock.frontend.endpoint_picker.picker import Picker
+from penstock.frontend.config import EndpointPickerConfig
+from penstock.frontend.endpoint_picker.exchange import EndpointPicker
 from penstock.frontend.endpoint_picker.pool import PoolServers
 from penstock.frontend.http.router import RoutingHttpConfig, RoutingServer
 from penstock.frontend.limits.admission import ReceiveBudget

@@ -79,7 +79,7 @@ class ServerProcess:
             )
         except OSError as error:
             raise ConfigError(
-                f"engine {command.engine}: cannot run {command.words[0]}: {error.strerror}"
+                f"engine {command.engine}: cannot run {command.words[0]}: {error.strerror}; install the engine anew"
             ) from error
         threading.Thread(target=self._watch, args=(process,), daemon=True, name="server process").start()
 
