@@ -151,7 +151,7 @@ fuzz: venv
 	build/fuzz/fuzz_direct_streams -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 
 fuzz-wire: venv
-	@$(BIN)/pip install -q atheris==3.1.0
+	@$(BIN)/pip install -q atheris==3.0.0
 	for target in metadata link tcp_owner; do \
 	    $(BIN)/python tools/fuzz_transfer.py $$target -max_total_time=$(WIRE_SECONDS) -max_len=4096 || exit 1; done
 

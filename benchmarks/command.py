@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from penstock.bench.registry import Benches
 from penstock.cli import run
-from penstock.cli.arguments.parser import Parser
+from penstock.cli.parser import Parser
 
 EXPERIMENTS = Benches(
     "benchmarks",
@@ -64,10 +64,6 @@ EXPERIMENTS = Benches(
         "kv-stores": (
             "benchmarks.kv_stores",
             "KV blocks into host memory and a file and back, beside LMCache, memcpy and fio",
-        ),
-        "kv-write-back": (
-            "benchmarks.kv.write_back",
-            "blocks written to a tier as requests leave, or before the device evicts them: bytes, hits and TTFT",
         ),
         "mock": (
             "benchmarks.processes.mock",

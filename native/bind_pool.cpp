@@ -98,7 +98,6 @@ void bind_pool(nb::module_& module) {
         .def("count_idle", [](const Pool& pool, const Ids& ids) { return pool.count_idle(ids); }, "ids"_a)
         .def("acquire", [](Pool& pool, const Ids& ids) { pool.acquire(ids); }, "ids"_a)
         .def("make_room", [](Pool& pool, std::size_t count) { return as_list(pool.make_room(count)); }, "count"_a)
-        .def("upcoming", [](const Pool& pool, std::size_t count) { return as_list(pool.upcoming(count)); }, "count"_a)
         .def("allocate", &Pool::allocate, "count"_a)
         .def("release", &release, "ids"_a, "kind"_a.none() = nb::none(), "priority"_a = 0,
              "until_s"_a = std::numeric_limits<double>::infinity(), "tenant"_a = 0)

@@ -8,19 +8,19 @@ namespace penstock {
 namespace {
 
 constexpr std::uint8_t kDefaultRank = 8;  // of priority 0
-constexpr std::uint32_t kS3UsesMax = 3;
 constexpr double kForever = std::numeric_limits<double>::infinity();
-constexpr std::size_t kGhostsPerBlock = 4;  // of `seconds`; the queues have 1
+constexpr std::size_t kGhostsPerBlock = 4;
 
 }  // namespace
 
 PolicyKind policy_named(std::string_view name) {
-    constexpr std::array<std::string_view, 5> names = {"lru", "lfu", "arc", "s3-fifo", "seconds"};
-    const auto found = std::ranges::find(names, name);
-    if (found == names.end()) {
-        throw std::invalid_argument("policy: must be lru, lfu, arc, s3-fifo or seconds, got " + std::string(name));
+    if (name == "lru") {
+        return PolicyKind::kLru;
     }
-    return static_cast<PolicyKind>(found - names.begin());
+    if (name == "seconds") {
+        return PolicyKind::kSeconds;
+    }
+    throw std::invalid_argument("policy: must be lru or seconds, got " + std::string(name));
 }
 
 // ---- Ghosts
@@ -60,15 +60,9 @@ void Ghosts::clear() {
 
 // ---- What happens to blocks
 
-Eviction::Eviction(PolicyKind kind, std::size_t num_blocks, std::size_t block_size, PrefillPrice price)
-    : kind_(kind), num_blocks_(num_blocks), block_size_(block_size), price_(price), ranks_(kNumRanks) {
-    if (kind == PolicyKind::kSeconds) {
-        reuse_.emplace(num_blocks);
-        ghosts_.emplace(kGhostsPerBlock * num_blocks);
-    } else if (kind == PolicyKind::kArc || kind == PolicyKind::kS3Fifo) {
-        ghosts_.emplace(num_blocks);
-    }
-}
+Eviction::Eviction(std::size_t num_blocks, std::size_t block_size, PrefillPrice price)
+    : num_blocks_(num_blocks), block_size_(block_size), price_(price), ranks_(kNumRanks), reuse_(num_blocks),
+      ghosts_(kGhostsPerBlock * num_blocks) {}
 
 Eviction::Meta& Eviction::meta(BlockId id) {
     if (at(id) >= metas_.size()) {
@@ -83,74 +77,32 @@ void Eviction::commit(BlockId id, Hash hash, std::int32_t depth) {
     block.last = now_;
     block.depth = depth;
     block.rank = kDefaultRank;
-    enter(block, ghosts_ ? ghosts_->take(hash) : std::nullopt);
+    block.segment = class_of(block, 0);
+    if (const auto ghost = ghosts_.take(hash)) {
+        block.segment = ghost->segment;
+        block.uses = ghost->uses;
+        block.last = ghost->last;
+        block.watched = ghost->watched;
+        block.unused = now_ - ghost->last;
+    }
 }
 
-void Eviction::enter(Meta& block, const std::optional<Ghosts::Ghost>& ghost) {
-    if (kind_ == PolicyKind::kSeconds) {
-        block.segment = static_cast<std::uint16_t>(
-            ReuseTable::class_of(0, static_cast<std::uint64_t>(block.depth) * block_size_, 0));
-        if (ghost) {
-            block.segment = ghost->segment;
-            block.uses = ghost->uses;
-            block.last = ghost->last;
-            block.watched = ghost->watched;
-            block.unused = now_ - ghost->last;
-        }
-    } else if (kind_ == PolicyKind::kArc || kind_ == PolicyKind::kS3Fifo) {
-        if (ghost && kind_ == PolicyKind::kArc) {
-            const auto ours = static_cast<double>(num_ghosts_[ghost->segment]);
-            const auto others = static_cast<double>(num_ghosts_[1 - ghost->segment]);
-            const double step = std::max(1.0, others / ours);
-            target_ = ghost->segment == 0 ? std::min(static_cast<double>(num_blocks_), target_ + step)
-                                          : std::max(0.0, target_ - step);
-            --num_ghosts_[ghost->segment];
-        }
-        block.segment = ghost ? 1 : 0;
-        ++num_cached_[block.segment];
-    }
+std::uint16_t Eviction::class_of(const Meta& block, std::size_t kind) const {
+    return static_cast<std::uint16_t>(
+        ReuseTable::class_of(block.uses, static_cast<std::uint64_t>(block.depth) * block_size_, kind));
 }
 
 void Eviction::use(BlockId id, const BlockUse& use) {
     Meta& block = metas_[at(id)];
-    switch (kind_) {
-        case PolicyKind::kLru:
-            break;
-        case PolicyKind::kLfu:
-            block.order = ++order_;
-            block.key = floor_ + ++block.uses;
-            break;
-        case PolicyKind::kArc:
-            block.order = ++order_;
-            block.key = static_cast<double>(block.order);
-            if (++block.uses > 1 && block.segment == 0) {
-                --num_cached_[0];
-                ++num_cached_[1];
-                block.segment = 1;
-            }
-            break;
-        case PolicyKind::kS3Fifo:
-            if (block.order == 0) {
-                block.order = ++order_;
-                block.key = static_cast<double>(block.order);
-            } else {
-                block.uses = std::min(kS3UsesMax, block.uses + 1);
-            }
-            break;
-        case PolicyKind::kSeconds:
-            if (block.uses > 0) {
-                reuse_->add(block.segment, block.watched, block.unused, true);
-            }
-            ++block.uses;
-            block.unused = 0;
-            block.watched = 0;
-            block.last = now_;
-            block.order = ++order_;
-            block.key = static_cast<double>(block.order);
-            block.segment = static_cast<std::uint16_t>(
-                ReuseTable::class_of(block.uses, static_cast<std::uint64_t>(block.depth) * block_size_, use.kind));
-            break;
+    if (block.uses > 0) {
+        reuse_.add(block.segment, block.watched, block.unused, true);
     }
+    ++block.uses;
+    block.unused = 0;
+    block.watched = 0;
+    block.last = now_;
+    block.order = ++order_;
+    block.segment = class_of(block, use.kind);
     const auto rank = static_cast<std::uint8_t>(kDefaultRank + use.priority);
     if (rank >= block.rank || block.until_s == kForever) {
         block.rank = rank;
@@ -179,45 +131,22 @@ void Eviction::evicted(BlockId id, Hash hash) {
     Meta& block = metas_[at(id)];
     ++now_;
     block.until_s = kForever;
-    if (kind_ == PolicyKind::kSeconds) {
-        if (block.uses > 0) {
-            const std::size_t watched = reuse_->add(block.segment, block.watched, now_ - block.last, false);
-            const auto octaves = static_cast<std::uint8_t>(watched);
-            if (const auto dropped = ghosts_->put({hash, block.last, block.uses, block.segment, octaves, true})) {
-                reuse_->add(dropped->segment, dropped->watched, now_ - dropped->last, false);
-            }
-        }
-    } else if (kind_ == PolicyKind::kArc) {
-        --num_cached_[block.segment];
-        ++num_ghosts_[block.segment];
-        if (const auto dropped = ghosts_->put({hash, 0, 0, block.segment, 0, true})) {
-            --num_ghosts_[dropped->segment];
-        }
-    } else if (kind_ == PolicyKind::kS3Fifo) {
-        --num_cached_[block.segment];
-        if (block.segment == 0) {
-            ghosts_->put({hash, 0, 0, 0, 0, true});
+    if (block.uses > 0) {
+        const std::size_t watched = reuse_.add(block.segment, block.watched, now_ - block.last, false);
+        const auto octaves = static_cast<std::uint8_t>(watched);
+        if (const auto dropped = ghosts_.put({hash, block.last, block.uses, block.segment, octaves, true})) {
+            reuse_.add(dropped->segment, dropped->watched, now_ - dropped->last, false);
         }
     }
 }
 
-void Eviction::forgotten(BlockId id) {
-    Meta& block = metas_[at(id)];
-    block.until_s = kForever;
-    if (kind_ == PolicyKind::kArc || kind_ == PolicyKind::kS3Fifo) {
-        --num_cached_[block.segment];
-    }
-}
+void Eviction::forgotten(BlockId id) { metas_[at(id)].until_s = kForever; }
 
 void Eviction::reset() {
     metas_.clear();
     ranks_.assign(kNumRanks, Rank{});
     deadlines_ = {};
-    num_cached_ = {};
-    num_ghosts_ = {};
-    if (ghosts_) {
-        ghosts_->clear();
-    }
+    ghosts_.clear();
 }
 
 void Eviction::expire(double now_s, std::size_t most) {
@@ -243,20 +172,15 @@ void Eviction::expire(double now_s, std::size_t most) {
 
 // ---- Leaves
 
-std::size_t Eviction::num_segments() const {
-    return kind_ == PolicyKind::kSeconds ? ReuseTable::kClasses : 2;
-}
-
 void Eviction::add_leaf(BlockId id) {
     Meta& block = metas_[at(id)];
     if (block.order == 0) {  // no request used it
         block.order = ++order_;
-        block.key = kind_ == PolicyKind::kLfu ? floor_ : static_cast<double>(block.order);
     }
     Rank& rank = ranks_[block.rank];
     if (rank.segments.empty()) {
-        rank.segments.resize(num_segments());
-        rank.where.assign(num_segments(), kNoPlace);
+        rank.segments.resize(ReuseTable::kClasses);
+        rank.where.assign(ReuseTable::kClasses, kNoPlace);
     }
     Heap& heap = rank.segments[block.segment];
     if (heap.empty()) {
@@ -264,7 +188,7 @@ void Eviction::add_leaf(BlockId id) {
         rank.filled.push_back(block.segment);
     }
     heap.emplace_back();
-    sift(heap, heap.size() - 1, {block.key, block.order, id});
+    sift(heap, heap.size() - 1, {block.order, id});
     ++rank.num_leaves;
 }
 
@@ -321,28 +245,11 @@ std::optional<BlockId> Eviction::victim() {
     if (rank == ranks_.end()) {
         return std::nullopt;
     }
-    return head(*rank);
-}
-
-BlockId Eviction::head(const Rank& rank) {
-    switch (kind_) {
-        case PolicyKind::kArc:
-            return head_of_queues(rank);
-        case PolicyKind::kS3Fifo:
-            return head_of_s3_fifo(rank);
-        case PolicyKind::kLfu: {
-            const Leaf& first = rank.segments[0].front();
-            floor_ = std::max(floor_, first.key);
-            return first.id;
-        }
-        default:
-            break;
-    }
     const Leaf* first = nullptr;
     double least = 0.0;
-    for (const std::uint16_t segment : rank.filled) {
-        const Leaf& leaf = rank.segments[segment].front();
-        const double key = score(leaf);
+    for (const std::uint16_t segment : rank->filled) {
+        const Leaf& leaf = rank->segments[segment].front();
+        const double key = score(leaf.id);
         if (first == nullptr || key < least || (key == least && leaf.order < first->order)) {
             first = &leaf;
             least = key;
@@ -353,52 +260,19 @@ BlockId Eviction::head(const Rank& rank) {
 
 std::tuple<std::uint8_t, double, std::uint64_t> Eviction::standing(BlockId id) const {
     const Meta& block = metas_[at(id)];
-    const double key = kind_ == PolicyKind::kSeconds ? score({block.key, block.order, id}) : block.key;
-    return {block.rank, key, block.order};
+    return {block.rank, score(id), block.order};
 }
 
 // Expected seconds lost for each eviction that the block would stay.
-double Eviction::score(const Leaf& leaf) const {
-    const Meta& block = metas_[at(leaf.id)];
-    return reuse_->index(block.segment, now_ - block.last) * weight(block.depth);
+double Eviction::score(BlockId id) const {
+    const Meta& block = metas_[at(id)];
+    return reuse_.index(block.segment, now_ - block.last) * weight(block.depth);
 }
 
 // Mean seconds of a token up to that depth: if the prefix goes, all its blocks go, and not only the dearest last one.
 double Eviction::weight(std::int32_t depth) const {
     const double before = static_cast<double>(depth) * static_cast<double>(block_size_);
     return std::min(price_.load_s, price_.token_s + price_.deeper_s * before * 0.5);
-}
-
-BlockId Eviction::head_of_queues(const Rank& rank) {
-    std::size_t queue = static_cast<double>(num_cached_[0]) > target_ ? 0 : 1;
-    if (rank.segments[queue].empty()) {
-        queue = 1 - queue;
-    }
-    return rank.segments[queue].front().id;
-}
-
-// The first queue is to have a tenth of the blocks. What was used in it moves to the second one, which gives used
-// blocks another round.
-BlockId Eviction::head_of_s3_fifo(const Rank& rank) {
-    for (;;) {
-        std::size_t queue = num_cached_[0] * 10 > num_blocks_ ? 0 : 1;
-        if (rank.segments[queue].empty()) {
-            queue = 1 - queue;
-        }
-        const BlockId id = rank.segments[queue].front().id;
-        Meta& block = metas_[at(id)];
-        if (block.uses == 0) {
-            return id;
-        }
-        remove_leaf(id);
-        --num_cached_[block.segment];
-        block.uses = queue == 0 ? 0 : block.uses - 1;
-        block.segment = 1;
-        ++num_cached_[1];
-        block.order = ++order_;
-        block.key = static_cast<double>(block.order);
-        add_leaf(id);
-    }
 }
 
 void Eviction::check() const {

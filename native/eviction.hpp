@@ -1,14 +1,13 @@
 // Which idle block of a pool goes first: keyed eviction, leaf first.
 //
-// A policy is a key: among the idle blocks that no idle block needs as its parent, the one of the lowest key goes. Most
-// policies keep their blocks in a few segments, in each of which the order does not change while a block is unused;
-// then only the heads of the segments are compared.
+// Among the idle blocks that no idle block needs as its parent, the one with the fewest expected seconds lost goes. Blocks
+// of one class of the reuse table share a segment, in which the longest unused block comes first; only the heads of the
+// segments are compared.
 //
 // The oracle is src/penstock/kv/pool/eviction.py: equal calls give equal answers.
 
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -39,9 +38,9 @@ struct PrefillPrice {
     double load_s = std::numeric_limits<double>::infinity();
 };
 
-enum class PolicyKind { kLru, kLfu, kArc, kS3Fifo, kSeconds };
+enum class PolicyKind { kLru, kSeconds };
 
-// Throws std::invalid_argument for another name than lru, lfu, arc, s3-fifo, seconds.
+// Throws std::invalid_argument for another name than lru and seconds.
 PolicyKind policy_named(std::string_view name);
 
 // Blocks that went a while ago, the oldest are dropped.
@@ -72,7 +71,7 @@ class Ghosts {
 
 class Eviction {
   public:
-    Eviction(PolicyKind kind, std::size_t num_blocks, std::size_t block_size, PrefillPrice price);
+    Eviction(std::size_t num_blocks, std::size_t block_size, PrefillPrice price);
 
     // A block of the pool is taken for the first time.
     void first_taken() { ++now_; }
@@ -120,7 +119,6 @@ class Eviction {
         std::uint64_t last = 0;   // time of its last use
         std::uint64_t order = 0;  // of its last use
         std::uint64_t unused = 0; // time that it was idle, until it was held again
-        double key = 0.0;
         double until_s = std::numeric_limits<double>::infinity();
         std::uint32_t uses = 0;
         std::int32_t depth = 0;
@@ -131,12 +129,9 @@ class Eviction {
     };
 
     struct Leaf {
-        double key;
         std::uint64_t order;
         BlockId id;
-        bool operator<(const Leaf& other) const {
-            return key < other.key || (key == other.key && order < other.order);
-        }
+        bool operator<(const Leaf& other) const { return order < other.order; }
     };
 
     using Heap = std::vector<Leaf>;
@@ -158,31 +153,22 @@ class Eviction {
 
     static std::size_t at(BlockId id) { return static_cast<std::size_t>(id); }
     Meta& meta(BlockId id);
-    std::size_t num_segments() const;
-    double score(const Leaf& leaf) const;
+    std::uint16_t class_of(const Meta& block, std::size_t kind) const;
+    double score(BlockId id) const;
     double weight(std::int32_t depth) const;
-    void enter(Meta& meta, const std::optional<Ghosts::Ghost>& ghost);
     void place(Heap& heap, std::size_t index, Leaf leaf);
     void sift(Heap& heap, std::size_t index, Leaf leaf);
-    BlockId head(const Rank& rank);
-    BlockId head_of_queues(const Rank& rank);
-    BlockId head_of_s3_fifo(const Rank& rank);
 
-    PolicyKind kind_;
     std::size_t num_blocks_;
     std::size_t block_size_;
     PrefillPrice price_;
     std::vector<Meta> metas_;
     std::vector<Rank> ranks_;
     std::priority_queue<Deadline, std::vector<Deadline>, std::greater<>> deadlines_;
-    std::optional<ReuseTable> reuse_;  // of `seconds`
-    std::optional<Ghosts> ghosts_;
+    ReuseTable reuse_;
+    Ghosts ghosts_;
     std::uint64_t now_ = 0;  // blocks evicted, or taken for the first time
     std::uint64_t order_ = 0;
-    double floor_ = 0.0;                         // of lfu: key of the last one that went
-    std::array<std::size_t, 2> num_cached_{};    // of arc and s3-fifo, in each queue
-    std::array<std::size_t, 2> num_ghosts_{};    // of arc, from each queue
-    double target_ = 0.0;                        // of arc: blocks of the first queue
 };
 
 }  // namespace penstock

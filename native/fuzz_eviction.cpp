@@ -24,11 +24,10 @@ void require(bool condition, const char* what) {
 class Comparison {
   public:
     // `tenant_share` in quarters of the pool.
-    Comparison(const std::uint8_t* data, std::size_t size, penstock::PolicyKind kind, std::size_t num_blocks,
-               std::size_t tenant_share)
+    Comparison(const std::uint8_t* data, std::size_t size, std::size_t num_blocks, std::size_t tenant_share)
         : bytes_(data, size), num_blocks_(num_blocks),
-          pool_(num_blocks, kind, kBlockSize, kPrice, num_blocks * tenant_share / 4),
-          plain_(kind, num_blocks, kBlockSize, kPrice, num_blocks * tenant_share / 4) {}
+          pool_(num_blocks, penstock::PolicyKind::kSeconds, kBlockSize, kPrice, num_blocks * tenant_share / 4),
+          plain_(num_blocks, kBlockSize, kPrice, num_blocks * tenant_share / 4) {}
 
     void run() {
         while (!bytes_.empty()) {
@@ -163,8 +162,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     if (size > 0) {
         constexpr std::size_t shares[] = {4, 0, 1, 2};
         const std::size_t num_blocks = data[0] / 16 % 2 == 0 ? 24 : 100;
-        const auto kind = static_cast<penstock::PolicyKind>(data[0] % 4 + 1);
-        Comparison(data + 1, size - 1, kind, num_blocks, shares[data[0] / 4 % 4]).run();
+        Comparison(data + 1, size - 1, num_blocks, shares[data[0] / 4 % 4]).run();
     }
     return 0;
 }

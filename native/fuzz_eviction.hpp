@@ -1,4 +1,4 @@
-// A straightforward pool with a policy by key, for the fuzz target: it looks at every block for each victim.
+// A straightforward pool that evicts by `seconds`, for the fuzz target: it looks at every block for each victim.
 
 #pragma once
 
@@ -18,10 +18,9 @@ class PlainEviction {
   public:
     using Ids = std::vector<BlockId>;
 
-    PlainEviction(PolicyKind kind, std::size_t num_blocks, std::size_t block_size, PrefillPrice price,
-                  std::size_t tenant_blocks)
-        : kind_(kind), num_blocks_(num_blocks), block_size_(block_size), price_(price), tenant_blocks_(tenant_blocks),
-          reuse_(num_blocks), ghosts_most_(kind == PolicyKind::kSeconds ? 4 * num_blocks : num_blocks) {}
+    PlainEviction(std::size_t num_blocks, std::size_t block_size, PrefillPrice price, std::size_t tenant_blocks)
+        : num_blocks_(num_blocks), block_size_(block_size), price_(price), tenant_blocks_(tenant_blocks),
+          reuse_(num_blocks), ghosts_most_(4 * num_blocks) {}
 
     Ids match(const std::vector<Hash>& hashes) const {
         Ids found;
@@ -105,11 +104,7 @@ class PlainEviction {
     }
 
     void forget(BlockId id) {
-        Block& block = blocks_[id];
-        if (block.is_cached) {
-            block.is_cached = false;
-            --num_cached_[block.segment > 0];
-        }
+        blocks_[id].is_cached = false;
     }
 
     void reset() {
@@ -119,7 +114,6 @@ class PlainEviction {
         }
         leaves_.clear();
         ghosts_.clear();
-        num_cached_ = num_ghosts_ = {};
         next_ = 0;
     }
 
@@ -157,10 +151,9 @@ class PlainEviction {
         std::uint64_t last = 0;
         std::uint64_t order = 0;
         std::uint64_t unused = 0;
-        double key = 0.0;
         double until_s = kForever;
         std::uint32_t uses = 0;
-        std::size_t segment = 0;  // a queue, or a class
+        std::size_t segment = 0;  // class of the reuse table
         int priority = 0;
         std::size_t watched = 0;
         std::uint64_t tenant = 0;
@@ -189,7 +182,6 @@ class PlainEviction {
     void first_order(Block& block) {
         if (block.order == 0) {  // no request used it
             block.order = ++order_;
-            block.key = kind_ == PolicyKind::kLfu ? floor_ : static_cast<double>(block.order);
         }
     }
 
@@ -213,19 +205,7 @@ class PlainEviction {
         }
         Ids ids;
         std::ranges::copy_if(leaves_, std::back_inserter(ids), [&](BlockId id) { return blocks_[id].priority == lowest; });
-        switch (kind_) {
-            case PolicyKind::kArc:
-                return least(of_queue(ids, static_cast<double>(num_cached_[0]) > target_ ? 0 : 1));
-            case PolicyKind::kS3Fifo:
-                return second_chance(ids);
-            case PolicyKind::kSeconds:
-                return least(heads(ids));
-            default: {
-                const BlockId first = least(ids);
-                floor_ = std::max(floor_, blocks_[first].key);
-                return first;
-            }
-        }
+        return least(heads(ids));
     }
 
     std::optional<BlockId> victim_of_tenant() {
@@ -258,9 +238,6 @@ class PlainEviction {
     }
 
     double key_of(const Block& block) const {
-        if (kind_ != PolicyKind::kSeconds) {
-            return block.key;
-        }
         const double before = static_cast<double>(block.depth) * static_cast<double>(block_size_);
         const double weight = std::min(price_.load_s, price_.token_s + price_.deeper_s * before * 0.5);
         return reuse_.index(block.segment, now_ - block.last) * weight;
@@ -270,27 +247,6 @@ class PlainEviction {
         return *std::ranges::min_element(ids, {}, [&](BlockId id) {
             return std::tuple(blocks_[id].priority, key_of(blocks_[id]), blocks_[id].order);
         });
-    }
-
-    Ids of_queue(const Ids& ids, std::size_t queue) {
-        Ids found;
-        std::ranges::copy_if(ids, std::back_inserter(found), [&](BlockId id) { return blocks_[id].segment == queue; });
-        return found.empty() ? ids : found;
-    }
-
-    BlockId second_chance(const Ids& ids) {
-        for (;;) {
-            const BlockId id = least(of_queue(ids, num_cached_[0] * 10 > num_blocks_ ? 0 : 1));
-            Block& block = blocks_[id];
-            if (block.uses == 0) {
-                return id;
-            }
-            --num_cached_[block.segment];
-            block.uses = block.segment == 0 ? 0 : block.uses - 1;
-            block.segment = 1;
-            ++num_cached_[1];
-            touch(block);
-        }
     }
 
     Ids heads(const Ids& ids) {
@@ -310,73 +266,32 @@ class PlainEviction {
 
     // ---- what blocks go through
 
-    void touch(Block& block) {
-        block.order = ++order_;
-        block.key = static_cast<double>(block.order);
-    }
-
-    bool has_queues() const { return kind_ == PolicyKind::kArc || kind_ == PolicyKind::kS3Fifo; }
-
     std::size_t class_of(const Block& block, std::size_t kind) const {
         return ReuseTable::class_of(block.uses, static_cast<std::uint64_t>(block.depth) * block_size_, kind);
     }
 
     void enter(Block& block) {
         const auto ghost = take_ghost(block.hash);
-        if (kind_ == PolicyKind::kSeconds) {
-            block.segment = class_of(block, 0);
-            if (ghost) {
-                block.segment = ghost->segment;
-                block.uses = ghost->uses;
-                block.last = ghost->last;
-                block.watched = ghost->watched;
-                block.unused = now_ - ghost->last;
-            }
-        } else if (has_queues()) {
-            if (ghost && kind_ == PolicyKind::kArc) {
-                const double step = std::max(1.0, static_cast<double>(num_ghosts_[1 - ghost->segment]) /
-                                                      static_cast<double>(num_ghosts_[ghost->segment]));
-                target_ = ghost->segment == 0 ? std::min(static_cast<double>(num_blocks_), target_ + step)
-                                              : std::max(0.0, target_ - step);
-                --num_ghosts_[ghost->segment];
-            }
-            block.segment = ghost ? 1 : 0;
+        block.segment = class_of(block, 0);
+        if (ghost) {
+            block.segment = ghost->segment;
+            block.uses = ghost->uses;
+            block.last = ghost->last;
+            block.watched = ghost->watched;
+            block.unused = now_ - ghost->last;
         }
-        ++num_cached_[block.segment > 0];
     }
 
     void note_use(Block& block, const BlockUse& use) {
         block.tenant = use.tenant;
-        switch (kind_) {
-            case PolicyKind::kArc:
-                touch(block);
-                if (++block.uses > 1 && block.segment == 0) {
-                    --num_cached_[0];
-                    ++num_cached_[1];
-                    block.segment = 1;
-                }
-                break;
-            case PolicyKind::kS3Fifo:
-                if (block.order == 0) {
-                    touch(block);
-                } else {
-                    block.uses = std::min(3u, block.uses + 1);
-                }
-                break;
-            case PolicyKind::kSeconds:
-                if (block.uses > 0) {
-                    reuse_.add(block.segment, block.watched, block.unused, true);
-                }
-                touch(block);
-                ++block.uses;
-                block.unused = block.watched = 0;
-                block.last = now_;
-                block.segment = class_of(block, use.kind);
-                break;
-            default:
-                touch(block);
-                block.key = floor_ + ++block.uses;
+        if (block.uses > 0) {
+            reuse_.add(block.segment, block.watched, block.unused, true);
         }
+        block.order = ++order_;
+        ++block.uses;
+        block.unused = block.watched = 0;
+        block.last = now_;
+        block.segment = class_of(block, use.kind);
         if (use.priority >= block.priority || block.until_s == kForever) {
             block.priority = use.priority;
             block.until_s = use.until_s;
@@ -384,20 +299,12 @@ class PlainEviction {
     }
 
     void note_gone(const Block& block) {
-        --num_cached_[block.segment > 0];
-        if (kind_ == PolicyKind::kSeconds && block.uses > 0) {
+        if (block.uses > 0) {
             Block ghost = block;
             ghost.watched = reuse_.add(block.segment, block.watched, now_ - block.last, false);
             if (const auto dropped = put_ghost(ghost)) {
                 reuse_.add(dropped->segment, dropped->watched, now_ - dropped->last, false);
             }
-        } else if (kind_ == PolicyKind::kArc) {
-            ++num_ghosts_[block.segment];
-            if (const auto dropped = put_ghost(block)) {
-                --num_ghosts_[dropped->segment];
-            }
-        } else if (kind_ == PolicyKind::kS3Fifo && block.segment == 0) {
-            put_ghost(block);
         }
     }
 
@@ -422,7 +329,6 @@ class PlainEviction {
         return std::nullopt;
     }
 
-    PolicyKind kind_;
     std::size_t num_blocks_;
     std::size_t block_size_;
     PrefillPrice price_;
@@ -436,10 +342,6 @@ class PlainEviction {
     std::uint64_t now_ = 0;  // blocks evicted, or taken for the first time
     BlockId num_taken_ = 0;  // ever
     std::uint64_t order_ = 0;
-    double floor_ = 0.0;
-    double target_ = 0.0;
-    std::array<std::size_t, 2> num_cached_{};
-    std::array<std::size_t, 2> num_ghosts_{};
 };
 
 }  // namespace penstock

@@ -1,5 +1,5 @@
 // Fuzz target: the block pool with lru against a straightforward one of maps and lists, through calls of any kind and
-// order. fuzz_eviction.cpp has the other policies.
+// order. fuzz_eviction.cpp has `seconds`.
 // With Clang it is a libFuzzer target; elsewhere fuzz_main.cpp feeds it.
 
 #include <algorithm>

@@ -22,7 +22,7 @@ Pool::Pool(std::size_t num_blocks, PolicyKind policy, std::size_t block_size, Pr
            std::size_t tenant_blocks)
     : num_blocks_(num_blocks) {
     if (policy != PolicyKind::kLru) {
-        eviction_.emplace(policy, num_blocks, block_size, price);
+        eviction_.emplace(num_blocks, block_size, price);
     }
     if (tenant_blocks < num_blocks) {
         tenants_.emplace(tenant_blocks);

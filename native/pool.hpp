@@ -44,7 +44,7 @@ struct GivenUp {
 // Reference-counted blocks with a prefix cache; its memory grows with the blocks that were ever used.
 //
 // A block is free, referenced by at least one sequence, or idle: cached and referenced by nobody. Idle blocks are in
-// a list, longest unused first, and are given up from there when free ones run out; with another policy than lru
+// a list, longest unused first, and are given up from there when free ones run out; with `seconds`
 // `Eviction` says which goes, and none before the idle blocks that have it as their parent.
 class Pool {
   public:
@@ -70,10 +70,6 @@ class Pool {
 
     // Have as many free blocks, if there are as many available; gives what went for it, the chain unused for longest first.
     std::vector<GivenUp> make_room(std::size_t count);
-
-    // What `make_room` would give if asked now, or what there is of it; nothing goes. Shares of tenants, and what changes
-    // while blocks go, are left out.
-    std::vector<GivenUp> upcoming(std::size_t count) const;
 
     // Take blocks with one reference each, evicting as needed; nothing if there are not as many.
     std::optional<std::vector<BlockId>> allocate(std::size_t count);

@@ -1,11 +1,7 @@
 // The leaves of a pool, idle blocks that are no idle block's parent, and which of them is evicted next.
 #include "pool.hpp"
 
-#include <algorithm>
-#include <functional>
 #include <optional>
-#include <queue>
-#include <unordered_map>
 
 namespace penstock {
 namespace {
@@ -41,39 +37,6 @@ std::optional<BlockId> Pool::victim_of_tenant() {
     }
     tenants_->rotate(last);
     return first;
-}
-
-std::vector<GivenUp> Pool::upcoming(std::size_t count) const {
-    std::size_t left = std::min(count - std::min(count, num_without_eviction()), num_idle_);
-    std::vector<BlockId> victims;
-    if (!eviction_) {
-        for (BlockId id = first_idle_; left > 0; id = at(id).after, --left) {
-            victims.push_back(id);
-        }
-        return chains(std::move(victims));
-    }
-    if (left == 0) {
-        return {};
-    }
-    using Leaf = std::pair<decltype(eviction_->standing(0)), BlockId>;
-    std::vector<Leaf> idle;
-    for (BlockId id = first_idle_; id != kNone; id = at(id).after) {
-        if (eviction_->is_leaf(id)) {
-            idle.emplace_back(eviction_->standing(id), id);
-        }
-    }
-    std::priority_queue<Leaf, std::vector<Leaf>, std::greater<>> leaves(std::greater<>{}, std::move(idle));
-    std::unordered_map<std::uint64_t, std::int32_t> gone;  // idle children, by their parent
-    for (; left > 0 && !leaves.empty(); --left) {
-        const Block& block = at(leaves.top().second);
-        victims.push_back(leaves.top().second);
-        leaves.pop();
-        const Node* parent = block.has_parent ? nodes_.find(block.parent) : nullptr;
-        if (parent != nullptr && ++gone[block.parent] == parent->idle_children && parent->idle != kNone) {
-            leaves.emplace(eviction_->standing(parent->idle), parent->idle);
-        }
-    }
-    return chains(std::move(victims));
 }
 
 void Pool::add_leaf(BlockId id) {

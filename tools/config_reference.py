@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pydantic
 
 from penstock.core.config import field_docs
-from penstock.deploy.manifests.yaml_text import dump_all
+from penstock.deploy.manifests.pod_graph import dump_all
 from penstock.deploy.operator.definitions import definitions
 from penstock.graph import Graph
 

@@ -19,7 +19,6 @@ from tables import (
     kv_prefetch,
     kv_retention,
     kv_stores,
-    kv_write_back,
     placements,
     planner,
     policies,
@@ -47,7 +46,6 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | kv_prefetch.TABLES
     | kv_retention.TABLES
     | kv_stores.TABLES
-    | kv_write_back.TABLES
     | placements.TABLES
     | planner.TABLES
     | policies.TABLES

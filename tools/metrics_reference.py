@@ -8,9 +8,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from penstock.deploy.operator.metrics import OperatorMetrics
-from penstock.deploy.processes.frontend_process import process_failures
-from penstock.deploy.processes.planner_metrics import PlannerMetrics
+from penstock.deploy.operator.http import OperatorMetrics
+from penstock.deploy.processes.frontend_process import PlannerMetrics, process_failures
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.router.metrics import RouterMetrics
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from benchmarks.frontend.servers import cpu_s
 from penstock.core.errors import Unavailable
-from penstock.deploy.secret import SECRET_VARIABLE
+from penstock.deploy.identity import SECRET_VARIABLE
 
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0

@@ -13,9 +13,9 @@ from benchmarks.disagg.sides import deployed
 from benchmarks.disagg.traffic import Traffic, Users
 from benchmarks.disagg.workload import Arrival, StreamsAndPrompts
 from benchmarks.processes.served import Served
+from penstock.cli.scale import change_role
 from penstock.core.types.instances import Role
-from penstock.deploy.commands.worker_changes import change_role
-from penstock.deploy.control.frontend_address import FrontendAddress
+from penstock.deploy.control.local_connector import FrontendAddress
 from penstock.worker.step_log import read_steps
 
 _ROLE_CHANGES = 2

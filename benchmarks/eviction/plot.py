@@ -9,9 +9,6 @@ from benchmarks.lines import draw as draw_panels
 _LOOKS = {
     "seconds": Look("#2563eb", 2.5),
     "lru": Look("#111827"),
-    "lfu": Look("#059669"),
-    "arc": Look("#d97706"),
-    "s3-fifo": Look("#7c3aed"),
     "offline": Look("#9ca3af", dash=True),
 }
 _KEY = re.compile(r"trace_([a-z0-9-]+)_saved_percent_(\d+)_blocks")

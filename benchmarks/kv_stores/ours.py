@@ -14,12 +14,10 @@ import numpy as np
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.disk.data import ALIGNMENT
-from penstock.kv.disk.records import SUFFIX
 from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.host.host_tier import HostTier
 from penstock.kv.namespace import Namespace
-from penstock.kv.records import RECORD, Records, seal
+from penstock.transfer.storage.slots import ALIGNMENT, RECORD, SUFFIX, Records, seal
 
 _BLOCK_SIZE = 16
 _ROOM = 2

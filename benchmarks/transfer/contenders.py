@@ -164,14 +164,14 @@ async def within_a_process(stack: AsyncExitStack) -> Ours:
 
 
 async def to_storage(stack: AsyncExitStack, name: str, directory: Path) -> Ours:
-    """Register a slab, or objects in a directory.
+    """Register a file, or objects in a directory.
 
     Raises:
         PenstockError: this transport does not work here; the text says why.
     """
     agent = await stack.enter_async_context(TransferAgent("initiator", TransferConfig(transports=(name,))))
     stored: Region = (
-        FileRegion(directory / "slab", POOL_BYTES)
+        FileRegion(directory / "file", POOL_BYTES)
         if name == "file"
         else ObjectRegion(f"file://{directory}", POOL_BYTES, prefix="objects", object_bytes=1 << 20)
     )

@@ -1,4 +1,4 @@
-"""Transport `file`, on a slab."""
+"""Transport `file`, on a slot file."""
 
 import tempfile
 from pathlib import Path
@@ -15,7 +15,7 @@ class TestFileTransport(TransportSuite):
     @staticmethod
     def harness(size_bytes: int) -> OwnStorage:
         directory = tempfile.TemporaryDirectory()
-        region = FileRegion(Path(directory.name) / "slab", size_bytes)
-        harness = OwnStorage(FileStorage(threads=4, io_bytes=1 << 20), region)
+        region = FileRegion(Path(directory.name) / "kv", size_bytes)
+        harness = OwnStorage(FileStorage(threads=4), region)
         harness.on_exit(directory.cleanup)
         return harness

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import InstanceState
-from penstock.deploy.manifests.kubernetes.access import DISCOVERY_RULES
+from penstock.deploy.manifests.network import DISCOVERY_RULES
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.etcd import EtcdClient, EtcdDiscovery
 from penstock.runtime.discovery.kubernetes import KubernetesDiscovery
@@ -246,17 +246,12 @@ async def test_no_registry_is_said_in_time(registry):
 
 
 @all_of_them
-async def test_two_deployments_in_one_namespace_are_said_at_both_ends(registry):
+async def test_a_second_deployment_in_a_namespace_does_not_start_and_its_registrations_are_refused(registry):
     async with registry() as harness:
         _, _, watcher, metrics = await known(harness)
         other = await harness.client(Identity(secret=b"of another deployment"))
-        with capture_logs() as logs:
-            with pytest.raises(ConfigError, match=r"namespace suite: .* two deployments share one"):
-                await other.connect()
-            await until(lambda: value(metrics, "refused_starts_total", reason="secret") == 1)
-        (line,) = [line for line in logs if line["event"] == "start_refused"]
-        assert line["reason"] == "secret"
-        assert "runtime.namespace of its own" in line["fix"]
+        with pytest.raises(ConfigError, match=r"namespace suite: .* two deployments share one"):
+            await other.connect()
         with capture_logs() as logs:
             await other.register(scripted_instance("tcp://127.0.0.1:2"))
             await until(lambda: value(metrics, "registrations_refused_total", reason="secret") == 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.core.types.instances import Role
 from penstock.deploy.control.local_connector import LocalConnector
-from penstock.deploy.control.messages import SOCKET_NAME, Deployment
+from penstock.deploy.control.messages import SOCKET_NAME, RunningDeployment
 from penstock.deploy.control.server import ControlServer
 from penstock.deploy.hosts.connector import HostsConnector
 from penstock.planner.act.memory_connector import MemoryConnector
@@ -62,7 +62,7 @@ class TestWorkerPool(ScalingConnectorSuite):
 async def by_socket(connector):
     """Put the control channel before a connector."""
     with tempfile.TemporaryDirectory() as directory:
-        me = Deployment(name="suite", url="http://127.0.0.1:1", pid=1)
+        me = RunningDeployment(name="suite", url="http://127.0.0.1:1", pid=1)
         async with ControlServer(connector, ObservationStream(), Path(directory), me):
             client = LocalConnector(Path(directory, SOCKET_NAME))
             yield client

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from penstock import cli
+from penstock.cli.serve import FLAGS
 from penstock.graph import Graph
 from penstock.sim.workload.workload import WorkloadConfig
 
@@ -136,15 +137,16 @@ def test_what_the_transfer_pages_show_runs(block: str) -> None:
 
 def test_every_flag_of_serve_is_in_the_configuration_page() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
-    flags = [*cli.serve.FLAGS, "--demo", "--graph", "--first-chat", "--log-level", "--set"]
+    flags = [*FLAGS, "--demo", "--graph", "--first-chat", "--log-level", "--set"]
     assert [flag for flag in flags if f"`{flag}" not in page] == []
-    for flag, (place, _, _) in cli.serve.FLAGS.items():
+    for flag, (place, _, _) in FLAGS.items():
         assert re.search(rf"`{flag} .*\| .*`{place}`", page), flag
 
 
 def test_every_flag_of_simulate_is_in_the_simulation_page() -> None:
     page = (ROOT / "docs" / "simulation.md").read_text()
     parser = cli.make_parser()._subparsers._group_actions[0].choices["simulate"]
+    parser.load()
     flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
     assert {flag for flag in flags if flag not in page} == set()
 

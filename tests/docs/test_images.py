@@ -11,9 +11,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from penstock import __version__
-from penstock.deploy.manifests.kubernetes.pods import NIXL_PORT, USER
 from penstock.deploy.manifests.options import CACHE_PATH, RenderOptions
 from penstock.deploy.manifests.pod_graph import KV_PORT, PROBE_PORT, REQUEST_PORT
+from penstock.deploy.manifests.workloads import NIXL_PORT, USER
 from penstock.engine.vllm.arguments import VERSIONS
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ import yaml
 
 from benchmarks.simulated import recipes as bench
 from penstock import cli
+from penstock.cli.graph import render_workers
 from penstock.core.types.instances import Role
-from penstock.deploy.commands.render import render_workers
 from penstock.deploy.supervisor.local_part import runnable_roles
 from penstock.graph import Graph, Overrides, load
 from penstock.sim.deployment import plan_deployment, simulated_roles

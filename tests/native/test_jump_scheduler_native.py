@@ -19,7 +19,6 @@ from penstock.core.wire import PackedHashes, PackedTokens, unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
-from penstock.seams.kv import OffloadPolicy
 from penstock.sim.engine.scheduler import JumpScheduler
 from penstock.sim.engine.timed_tier import TimedTier
 from penstock.sim.workload.prompt import Prompt
@@ -45,7 +44,6 @@ class HeldTier:
 
     num_corrupt = 0
     shared = None
-    offload_policy = OffloadPolicy()
     offload = TimedTier.offload
     offload_room = TimedTier.offload_room
     chunk_blocks = TimedTier.chunk_blocks

@@ -11,7 +11,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.control.messages import (
     LINE_BYTES_MAX,
     Add,
-    Ask,
+    ControlRequest,
     Flip,
     GetObservation,
     GetScale,
@@ -21,7 +21,7 @@ from penstock.deploy.control.messages import (
 OLD = -1
 """A revision that no deployment has: what such a request asks for is refused."""
 REQUESTS = [
-    Ask(version=1, body=body)
+    ControlRequest(version=1, body=body)
     for body in (
         GetScale(after=3),
         GetObservation(seconds=10.0),

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.wire import HashArray
-from penstock.seams.kv import OffloadPolicy
 
 
 class HeldLoad:
@@ -41,9 +40,7 @@ class HeldTier:
         self,
         keys: Iterable[int] = (),
         seconds_per_block: float = 0.0,
-        offload_policy: OffloadPolicy | None = None,
     ) -> None:
-        self.offload_policy = offload_policy or OffloadPolicy()
         self.keys = set(keys)
         self.storing: set[int] = set()
         self.loads: list[HeldLoad] = []

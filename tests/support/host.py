@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.secret import SECRET_VARIABLE
+from penstock.deploy.identity import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from tests.support.commands import TIMEOUT_S, Commands, end, stream_words, text_of, until
 

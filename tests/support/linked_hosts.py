@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from penstock.core.types.instances import Role
-from penstock.deploy.hosts.connector import HostsConnector
-from penstock.deploy.hosts.host import Host
+from penstock.deploy.hosts.connector import Host, HostsConnector
 from penstock.deploy.hosts.host_link import HostLink
 from penstock.deploy.hosts.planner_server import PlannerServer
-from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
+from penstock.deploy.supervisor.worker_pool import LocalWorkerPool
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.handshake import Identity
 from tests.support.scripted_pool import PoolScene
@@ -23,7 +22,7 @@ def identity(secret: bytes = SECRET) -> Identity:
 
 
 @asynccontextmanager
-async def pool_of(replicas: Mapping[Role, int], room: int | None = None) -> AsyncIterator[WorkerPool]:
+async def pool_of(replicas: Mapping[Role, int], room: int | None = None) -> AsyncIterator[LocalWorkerPool]:
     """Run a host's workers by script; `room` bounds those of each role."""
     roles = {
         role.value: {"engine": "mock", "replicas": count, "replicas_max": room}

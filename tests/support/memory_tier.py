@@ -9,7 +9,6 @@ from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.wire import HashArray
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.seams.kv import OffloadPolicy
 
 
 class MemoryLoad:
@@ -37,7 +36,6 @@ class MemoryTier:
     def __init__(self, device: DeviceBlocks, *, tier: Tier = Tier.HOST, block_s: float = 0.0) -> None:
         self.tier = tier
         self.block_bytes = device.block_bytes
-        self.offload_policy = OffloadPolicy()
         self.block_s = block_s
         self.fails = False
         self.loads: list[MemoryLoad] = []

@@ -6,10 +6,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from penstock.core.types.instances import ReplicaState, Role, Scale
-from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
-from penstock.deploy.hosts.roles import ROLES
+from penstock.deploy.hosts.kubernetes_connector import ROLES, KubernetesConnector
 from penstock.deploy.operator.definitions import definitions
-from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
+from penstock.deploy.supervisor.worker_pool import LocalWorkerPool
 from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient, Resource
 from tests.support.kubernetes.api_server import ApiServer
 from tests.support.scripted_pool import PoolScene
@@ -26,7 +25,7 @@ class Pods:
     def __init__(self, server: ApiServer, client: KubernetesClient, connector: KubernetesConnector) -> None:
         self.server, self.client, self.connector = server, client, connector
         self.pods: dict[Role, dict[str, asyncio.Event]] = {}
-        self.hosts: dict[str, WorkerPool] = {}
+        self.hosts: dict[str, LocalWorkerPool] = {}
         """The workers of each pod so far, by its name."""
         self.is_stateful = False
         self.is_paused = False

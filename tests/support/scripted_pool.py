@@ -10,24 +10,21 @@ from penstock.core.types.instances import ModelCard
 from penstock.deploy.messages import (
     Assignment,
     ChangeRole,
-    Common,
-    News,
+    ProcessOrder,
+    ProcessSettings,
     Ready,
     Report,
-    RoleChanged,
     WorkerJob,
+    WorkerRoleChanged,
 )
-from penstock.deploy.supervisor.member import Member
-from penstock.deploy.supervisor.resources.devices import Devices
-from penstock.deploy.supervisor.resources.process_cores import ProcessCores
-from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
-from penstock.deploy.supervisor.scaling.room import Room
-from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
-from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
+from penstock.deploy.supervisor.member import ProcessMember
+from penstock.deploy.supervisor.resources import Devices, ProcessCores
+from penstock.deploy.supervisor.scale_file import ScaleFile
+from penstock.deploy.supervisor.worker_pool import LocalWorkerPool, PoolWorker, WorkerCapacity
 from penstock.graph import Graph, Supervision
 
 CARD = ModelCard(name="m", context_length=64, block_size=16, salt=b"")
-COMMON = Common(
+COMMON = ProcessSettings(
     graph_json="", runtime_dir="", hub_address="", secret=b"", hash_key=b"", log_level="info", supervisor_pid=1,
     heartbeat_interval_s=1.0,
 )  # fmt: skip
@@ -41,8 +38,8 @@ class ScriptedProcess:
 
     def __init__(self, *, is_slow: bool = False, ignores: bool = False, needs_prefill: bool = False) -> None:
         self.pid = 7
-        self.told: list[News] = []
-        self.refusal: RoleChanged | None = None
+        self.told: list[ProcessOrder] = []
+        self.refusal: WorkerRoleChanged | None = None
         self._reports: asyncio.Queue[Report | None] = asyncio.Queue()
         self._ended = asyncio.Event()
         self.ignores = ignores
@@ -68,10 +65,10 @@ class ScriptedProcess:
         await self._ended.wait()
         return self._status
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: ProcessOrder) -> None:
         self.told.append(news)
         if isinstance(news, ChangeRole):
-            self.say(self.refusal or RoleChanged(role=news.role))
+            self.say(self.refusal or WorkerRoleChanged(role=news.role))
 
     def signal(self, number: signal.Signals) -> None:
         if not self.ignores:
@@ -100,14 +97,14 @@ class PoolScene:
         self.template = "old"
         """Template of workers that are added from now on."""
         self.devices = Devices(devices)
-        self.pool = WorkerPool(
+        self.pool = LocalWorkerPool(
             graph.roles.present(),
-            room=Room(self.devices, ProcessCores(None), graph.router.workers_max),
+            room=WorkerCapacity(self.devices, ProcessCores(None), graph.router.workers_max),
             drain_s=30.0,
         )
         self._file = file
 
-    def _make(self, worker: PoolWorker) -> Member:
+    def _make(self, worker: PoolWorker) -> ProcessMember:
         worker.template = self.template
 
         def assign() -> Assignment:
@@ -122,10 +119,10 @@ class PoolScene:
             process = self.processes[assignment.name] = self.make(assignment.name)
             return process
 
-        return Member(worker.name, assign, _PATIENT, start=start, say=lambda *_: None)
+        return ProcessMember(worker.name, assign, _PATIENT, start=start, say=lambda *_: None)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[WorkerPool]:
+    async def running(self) -> AsyncIterator[LocalWorkerPool]:
         """Run the pool; entered once its workers are ready."""
         self.restored = self.pool.fill(self._make, self._file)
         async with asyncio.TaskGroup() as group:

@@ -17,8 +17,8 @@ from penstock.kv.host.host_tier import HostTier
 from penstock.kv.host.memory import HostPart
 from penstock.kv.namespace import Namespace
 from penstock.kv.pool.use import EvictionPolicy
-from penstock.kv.records import RECORD
 from penstock.transfer.regions.arena import Arena
+from penstock.transfer.storage.slots import RECORD
 from tests.support.slots import NAMESPACE, content
 
 BLOCK_SIZE = 4

@@ -1,4 +1,4 @@
-"""A disk under slot files and slabs that fails, hangs, or flips bits of what it reads, as a test says."""
+"""A disk under slot files that fails, hangs, or flips bits of what it reads, as a test says."""
 
 import errno
 import os

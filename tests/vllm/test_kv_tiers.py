@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.core.types.events import Holder, Tier
 from penstock.core.types.instances import Role
-from penstock.deploy.supervisor.resources.host_arena import HostArena
+from penstock.deploy.supervisor.resources import HostArena
 from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.vllm.tiers.settings import TierSettings
 from penstock.graph import RoleSpec

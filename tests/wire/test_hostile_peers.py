@@ -22,9 +22,9 @@ from penstock.core.errors import PenstockError
 from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR
 from penstock.deploy.control.local_connector import LocalConnector
-from penstock.deploy.control.messages import SOCKET_NAME, Deployment, Told
+from penstock.deploy.control.messages import SOCKET_NAME, ControlAnswer, RunningDeployment
 from penstock.deploy.control.server import ControlServer
-from penstock.deploy.processes.watched_servers import WatchedServers
+from penstock.deploy.processes.watched_server import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.server import EngineServer, read_load
 from penstock.engine.openai.text import TextCodec
@@ -272,7 +272,7 @@ async def test_mutated_messages_harm_nobody(seed, monkeypatch):
         nonlocal refused, answered
         for message in messages:
             answer = await answer_to(path, message)
-            told = msgspec.json.decode(answer, type=Told)
+            told = msgspec.json.decode(answer, type=ControlAnswer)
             answered += 1
             refused += told.error is not None
             assert told.error is None or "failed at this request" not in told.error.message, (message, told)
@@ -286,7 +286,7 @@ async def test_mutated_messages_harm_nobody(seed, monkeypatch):
     stream = ObservationStream()
     stream.put("frontend-1", RequestWindow(seconds=1.0, arrivals=3))
     with tempfile.TemporaryDirectory() as directory:
-        me = Deployment(name="fuzz", url="http://127.0.0.1:1", pid=1)
+        me = RunningDeployment(name="fuzz", url="http://127.0.0.1:1", pid=1)
         async with ControlServer(connector, stream, Path(directory), me):
             path = Path(directory, SOCKET_NAME)
             await asyncio.gather(*(call(path) for _ in range(CALLERS)))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tables.read import of, report, table
 
-_POLICIES = ("lru", "lfu", "arc", "s3-fifo", "seconds", "offline")
+_POLICIES = ("lru", "seconds", "offline")
 _WORKLOADS = {
     "trace": "Mooncake conversation",
     "agents": "agents with tools",

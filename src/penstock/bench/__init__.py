@@ -3,6 +3,6 @@
 Experiments on Penstock itself are in the repository's `benchmarks`, outside the wheel.
 """
 
-from penstock.bench.registry import add_parsers
+from penstock.bench.registry import BENCHES
 
-__all__ = ["add_parsers"]
+__all__ = ["BENCHES"]

@@ -13,7 +13,7 @@ import numpy as np
 from penstock.bench.client import Client
 from penstock.bench.exchange import Exchange
 from penstock.core.errors import Unavailable
-from penstock.deploy.causes import cause_of
+from penstock.deploy.messages import cause_of
 
 _ROUNDS, _QUICK_ROUNDS = 3, 1
 _SETTLE_S = 1.0  # seconds of load before each burst

@@ -42,13 +42,21 @@ class Benches:
     """By bench name: (module, description)."""
 
     def add_names(self, parser: argparse.ArgumentParser) -> None:
-        """Register a subcommand of `parser` for each bench."""
-        names = parser.add_subparsers(metavar="NAME", required=True, parser_class=_lazy(type(parser)))
+        """Register a subcommand of `parser` for each bench.
+
+        Args:
+            parser: its class takes `loader`, which is called with a parser before it parses.
+        """
+        names: Any = parser.add_subparsers(metavar="NAME", required=True)
         for name, (module, text) in self.modules.items():
-            bench = names.add_parser(name, help=text, description=f"Measure {text}.")
-            bench.add_argument("--json", metavar="OUT", type=Path, help="write the report to this file")
-            bench.add_argument("--quick", action="store_true", help="a smaller run that shows that it works")
-            bench.set_defaults(bench_module=module, run=functools.partial(self._run, name))
+            loader = functools.partial(self._add_arguments, name, module)
+            names.add_parser(name, help=text, description=f"Measure {text}.", loader=loader)
+
+    def _add_arguments(self, name: str, module: str, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--json", metavar="OUT", type=Path, help="write the report to this file")
+        parser.add_argument("--quick", action="store_true", help="a smaller run that shows that it works")
+        parser.set_defaults(bench_module=module, run=functools.partial(self._run, name))
+        _bench(module).add_arguments(parser)
 
     def _run(self, name: str, options: argparse.Namespace) -> int:
         out: Path | None = options.json
@@ -74,32 +82,5 @@ BENCHES = Benches(
 )
 
 
-def add_parsers(commands: Any) -> None:
-    """Register `bench` and its subcommands."""
-    BENCHES.add_names(
-        commands.add_parser(
-            "bench", help="measure, and write one JSON", description="Measure, and write one JSON."
-        )
-    )
-
-
 def _bench(module: str) -> Bench:
     return cast("Bench", importlib.import_module(module))
-
-
-def _lazy(kind: type[argparse.ArgumentParser]) -> type[argparse.ArgumentParser]:
-    """Make a parser class that imports its bench when it parses."""
-
-    class LazyParser(kind):  # type: ignore[valid-type,misc]
-        complete = False
-
-        def load(self) -> None:
-            if not self.complete:
-                self.complete = True
-                _bench(self.get_default("bench_module")).add_arguments(self)
-
-        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-            self.load()
-            return super().parse_known_args(args, namespace)
-
-    return LazyParser

@@ -23,8 +23,7 @@ from penstock.bench.prompts import PROBES, Prompts, Scale
 from penstock.bench.report import Report
 from penstock.bench.totals import Slo, Totals
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.deploy.control.deployments import find_frontend
-from penstock.deploy.control.frontend_address import FrontendAddress
+from penstock.deploy.control.local_connector import FrontendAddress, find_frontend
 from penstock.sim.workload.trace import TraceRow, read_trace
 
 _REQUESTS = 100

@@ -1,6 +1,6 @@
 """The `penstock` command. A usage error is one line on stderr and exit code 2, never a traceback.
 
-Each subcommand imports its modules when it runs, so that `penstock --help` is fast.
+Each subcommand is a module of this package, imported when its arguments are needed, so that `penstock --help` is fast.
 """
 
 import errno
@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock import __version__
-from penstock.cli import completion, doctor, graph, key, plan, profile, render, router, serve, simulate, up
-from penstock.cli.arguments.grouped import GroupedParser
-from penstock.cli.arguments.parser import Parser
-from penstock.cli.running import chat, explain, hosted, kv, operator, planner, top, worker_changes
+from penstock.cli.parser import GroupedParser, Parser
 from penstock.core.errors import ConfigError, PenstockError
 
 EXIT_FAILED = 1
@@ -22,12 +19,55 @@ EXIT_INTERRUPTED = 130
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 _GROUPS = {
-    "Serve": (serve.add, up.add, router.add, key.add, graph.add, render.add),
-    "Watch": (hosted.add_watching, top.add, chat.add, explain.add),
-    "Operate": (worker_changes.add, planner.add, kv.add, hosted.add_changing, operator.add),
-    "Plan": (plan.add, simulate.add),
+    "Serve": {
+        "serve": ("penstock.cli.serve:add_serve", "serve a model on this machine"),
+        "up": ("penstock.cli.up:add_up", "run a graph on this host, or its part of one that spans hosts"),
+        "router": ("penstock.cli.router:add_router", "run the standalone router, for other gateways"),
+        "key": ("penstock.cli.key:add_key", "make an API key, and the hash of it for the key file"),
+        "graph": ("penstock.cli.graph:add_graph", "work with deployment graphs"),
+        "render": ("penstock.cli.render:add_render", "print what runs a graph on Kubernetes or Slurm"),
+    },
+    "Watch": {
+        "ps": ("penstock.cli.ps:add_ps", "list the deployments of this host and their processes"),
+        "logs": ("penstock.cli.logs:add_logs", "show what the processes of a deployment print"),
+        "top": ("penstock.cli.top:add_top", "watch a running deployment in the terminal"),
+        "chat": ("penstock.cli.chat:add_chat", "chat with a served model in the terminal"),
+        "explain": ("penstock.cli.explain:add_explain", "show routing decisions"),
+    },
+    "Operate": {
+        "scale": ("penstock.cli.scale:add_scale", "show or change how many workers a role has"),
+        "role": ("penstock.cli.scale:add_role", "change the role of a running worker"),
+        "sleep": ("penstock.cli.scale:add_sleep", "have a running worker give up its memory"),
+        "wake": ("penstock.cli.scale:add_wake", "wake a worker that sleeps"),
+        "planner": ("penstock.cli.planner:add_planner", "show what the planner decided and why"),
+        "kv": ("penstock.cli.kv:add_kv", "show and manage the KV caches of running workers"),
+        "apply": ("penstock.cli.apply:add_apply", "change a running deployment to another graph"),
+        "down": ("penstock.cli.down:add_down", "end a deployment on this host"),
+        "operator": ("penstock.cli.operator:add_operator", "run the operator of a Kubernetes namespace"),
+    },
+    "Plan": {
+        "plan": (
+            "penstock.cli.offline:add_plan",
+            "find the deployment with the highest request rate within latency targets",
+        ),
+        "simulate": ("penstock.cli.offline:add_simulate", "run a workload on a simulated deployment"),
+    },
+    "Measure and check": {
+        "profile": ("penstock.cli.offline:add_profile", "measure an engine and fit the latency model"),
+        "bench": ("penstock.cli.offline:add_bench", "measure, and write one JSON"),
+        "doctor": (
+            "penstock.cli.offline:add_doctor",
+            "say which engines and memory transports work on this host, and how fast",
+        ),
+    },
+    "Shell": {
+        "completion": (
+            "penstock.cli.completion:add_completion",
+            "print a script that completes commands and flags in a shell",
+        ),
+    },
 }
-"""Commands by what they are for, in the order of `penstock --help`."""
+"""Title, then command in the order of `penstock --help`: (what adds its arguments, help text)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,20 +108,10 @@ def _complain(error: PenstockError, code: int) -> int:
 
 def make_parser() -> GroupedParser:
     """Create the parser of all subcommands."""
-    from penstock.bench import add_parsers  # noqa: PLC0415 - see above
-
     parser = GroupedParser(
-        prog="penstock", description="Serve large language models on many workers behind one endpoint."
+        _GROUPS,
+        prog="penstock",
+        description="Serve large language models on many workers behind one endpoint.",
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
-    for title, group in _GROUPS.items():
-        with parser.group(title) as commands:
-            for add in group:
-                add(commands)
-    with parser.group("Measure and check") as commands:
-        profile.add(commands)
-        add_parsers(commands)
-        doctor.add(commands)
-    with parser.group("Shell") as commands:
-        completion.adder(make_parser)(commands)
     return parser

@@ -2,29 +2,93 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from penstock.cli.arguments.flags import add_set
+from penstock.cli.parser import Parser, add_set
+from penstock.core.errors import ConfigError
+from penstock.deploy.manifests.kubernetes import kubernetes_objects
+from penstock.deploy.manifests.options import Cache, Mount, RenderOptions, flag_of
+from penstock.deploy.manifests.pod_graph import RELATIVE, dump_all, is_local_model
+from penstock.deploy.manifests.slurm import slurm_script
+from penstock.graph import Graph, Overrides, load
 
-TARGETS = ("kubernetes", "helm", "compose", "slurm")
+_OF_SLURM = {"nodes", "gpus_per_node"}
+_READ = {"kubernetes": set(RenderOptions.model_fields) - _OF_SLURM, "slurm": _OF_SLURM}
+"""Target: fields of the options that it reads."""
 
 
-def add(commands: Any) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "render",
-        help="print what runs a graph on Kubernetes, by Helm, compose or Slurm",
-        description="Print what runs a graph elsewhere. Nothing is started or asked. What no pod could have is refused: one line"
-        " for each field, with what to do.",
-        epilog="Exit code: 2 if the graph has a mistake, or something that is of one machine.",
+def _refuse_operators(graph: Graph) -> None:
+    """Refuse a planner that scales by the operator's objects, which are none of a manifest.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if graph.planner is not None and graph.planner.scales == "pods":
+        raise ConfigError(
+            "planner.scales: pods: sets numbers of PenstockRoles, which the operator makes of a PenstockGraph, and no manifest has; apply"
+            " the graph as a PenstockGraph, or leave planner out and scale by an autoscaler or kubectl scale"
+        )
+
+
+def _refuse_pods(graph: Graph) -> None:
+    """Refuse fields of pods where there are none.
+
+    Raises:
+        ConfigError: the graph has some; one line for each place.
+    """
+    places = {"kubernetes": graph.kubernetes, "frontend.kubernetes": graph.frontend.kubernetes} | {
+        f"roles.{name}.kubernetes": role.kubernetes for name, role in graph.roles.present().items()
+    }
+    if problems := [
+        f"{place}: (a mapping): --target slurm makes no pods; leave it out, as by --set {place}=null, or use --target kubernetes"
+        for place, spec in places.items()
+        if spec is not None
+    ]:
+        raise ConfigError("\n".join(problems))
+
+
+def _refuse_unread(target: str, options: RenderOptions) -> None:
+    """Refuse options that the target does not read, in one line each.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    unread = [
+        f"{flag_of(name)}: --target {target} does not read it; leave it out, or use --target"
+        f" {next(other for other, read in _READ.items() if name in read)}"
+        for name, field in RenderOptions.model_fields.items()
+        if name not in _READ[target] and getattr(options, name) != field.default
+    ]
+    if unread:
+        raise ConfigError("\n".join(unread))
+
+
+def manifest(target: Literal["kubernetes", "slurm"], graph: Graph, options: RenderOptions) -> str:
+    """Write the YAML of Kubernetes or the batch script of Slurm that runs a graph.
+
+    Raises:
+        ConfigError: the target does not read an option, or the graph has a field that no pod or node could have.
+    """
+    _refuse_operators(graph)
+    _refuse_unread(target, options)
+    if target == "kubernetes":
+        return dump_all(kubernetes_objects(graph, options))
+    _refuse_pods(graph)
+    return slurm_script(graph, options)
+
+
+TARGETS = ("kubernetes", "slurm")
+
+
+def add_render(parser: Parser) -> None:
+    """Add the arguments of `penstock render`."""
+    parser.description = (
+        "Print what runs a graph elsewhere. Nothing is started or asked. What no pod could have is refused: one line"
+        " for each field, with what to do."
     )
+    parser.epilog = "Exit code: 2 if the graph has a mistake, or something that is of one machine."
     parser.add_argument("file", metavar="FILE", help="YAML, or Python that sets `graph`")
     parser.add_argument("--target", choices=TARGETS, default="kubernetes", help="default: kubernetes")
-    parser.add_argument(
-        "--output",
-        metavar="DIRECTORY",
-        help="where the chart of --target helm is written; others are printed",
-    )
     parser.add_argument("--image", help="of frontends and workers without GPUs (default: penstock:VERSION)")
     parser.add_argument(
         "--gpu-image", metavar="IMAGE", help="of workers with GPUs (default: penstock-cuda:VERSION)"
@@ -79,11 +143,6 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock.core.errors import ConfigError  # noqa: PLC0415
-    from penstock.deploy.manifests.options import Cache, Mount, RenderOptions  # noqa: PLC0415
-    from penstock.deploy.manifests.paths import RELATIVE, is_local_model  # noqa: PLC0415
-    from penstock.deploy.manifests.targets import manifest, write_chart  # noqa: PLC0415
-    from penstock.graph import Overrides, load  # noqa: PLC0415
 
     graph = load(options.file, Overrides(options.set))
     if Path(graph.model).is_dir() and not is_local_model(graph.model):
@@ -98,14 +157,6 @@ def _run(options: argparse.Namespace) -> int:
             "network_policy": not options.no_network_policy,
         }
     )
-    if options.target == "helm":
-        if options.output is None:
-            raise ConfigError("--target helm: a chart is a directory; name it by --output, as --output chart")
-        count = write_chart(graph, settings, Path(options.output))
-        print(f"{options.output}: a chart of {count} files; helm install NAME {options.output}")  # noqa: T201
-        return 0
-    if options.output is not None:
-        raise ConfigError(f"--output: {options.output}: is of --target helm; others are printed: use > FILE")
     print(manifest(options.target, graph, settings), end="")  # noqa: T201
     return 0
 

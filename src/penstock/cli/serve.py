@@ -1,11 +1,33 @@
 """`penstock serve`."""
 
 import argparse
+import asyncio
+import json
+import shlex
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments.flags import add_log_level, add_set, add_urls, url_settings
+import aiohttp
+import msgspec
+import uvloop
+
+from penstock.cli.parser import Parser, add_log_level, add_set, add_urls, url_settings
+from penstock.core import log
+from penstock.core.document import parse_yaml
 from penstock.core.errors import ConfigError
+from penstock.core.native import warn_if_disabled
+from penstock.deploy.card import served_name
+from penstock.deploy.control.hosted import DeploymentOrigin
+from penstock.deploy.control.local_connector import DEFAULT_URL
+from penstock.deploy.state import admin_token_path
+from penstock.deploy.supervisor.local import LocalDeployment
+from penstock.deploy.supervisor.local_part import LocalPart
+from penstock.engine.registry import check_engine_name
+from penstock.frontend.limits.keys import API_KEY_VARIABLE
+from penstock.graph import DEMO_MODEL, Graph, Overrides, build, load
 
 _DEMO_WORKERS = 2  # to show routing
 _DEMO_KV_BLOCKS = 1024
@@ -71,12 +93,10 @@ FLAGS = {
 _URL_ENGINE = "openai"
 
 
-def add(commands: Any) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "serve",
-        help="serve a model on this machine",
-        description="Serve a model on this machine: an OpenAI-compatible server, a KV-aware router, workers.",
+def add_serve(parser: Parser) -> None:
+    """Add the arguments of `penstock serve`."""
+    parser.description = (
+        "Serve a model on this machine: an OpenAI-compatible server, a KV-aware router, workers."
     )
     parser.add_argument(
         "model",
@@ -111,15 +131,11 @@ def add(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     graph = graph_of(options)
-    from penstock.core import log  # noqa: PLC0415
-    from penstock.core.native import warn_if_disabled  # noqa: PLC0415
-    from penstock.deploy.commands.serve import serve  # noqa: PLC0415
-    from penstock.deploy.control.record import Origin  # noqa: PLC0415
 
     log.configure(options.log_level, process="supervisor")
     warn_if_disabled()
     file = str(Path(options.graph).resolve()) if options.graph else ""
-    origin = Origin(file=file, directory=str(Path.cwd()))
+    origin = DeploymentOrigin(file=file, directory=str(Path.cwd()))
     serve(graph, origin=origin, log_level=options.log_level, first_chat=options.first_chat)
     return 0
 
@@ -130,8 +146,6 @@ def graph_of(options: argparse.Namespace) -> Any:
     Raises:
         ConfigError: the arguments contradict each other, or name no model.
     """
-    from penstock.graph import DEMO_MODEL, Overrides, build, load  # noqa: PLC0415
-
     if options.demo and options.model:
         raise ConfigError(f"--demo and {options.model}: serve one of them")
     overrides = Overrides(options.set)
@@ -191,8 +205,6 @@ def _assign_engine(options: argparse.Namespace, overrides: Any, roles: list[str]
 
 def _check_engine(name: str) -> None:
     """Check the name before the graph does, which would name a field instead of the flag; raises ConfigError."""
-    from penstock.engine.registry import check_engine_name  # noqa: PLC0415
-
     try:
         check_engine_name(name)
     except ConfigError as error:
@@ -220,8 +232,6 @@ def _check_partners(roles: list[str], options: argparse.Namespace, assigned: dic
 
 def _engine_arg(argument: str) -> tuple[str, Any]:
     """Read `NAME=VALUE`; the value is YAML."""
-    from penstock.core.document import parse_yaml  # noqa: PLC0415
-
     name, equals, value = argument.partition("=")
     if not equals or not name.isidentifier():
         raise ConfigError(
@@ -279,3 +289,215 @@ def _places(place: str, roles: list[str]) -> list[str]:
     if place.startswith("roles.aggregated.") and not place.endswith(".replicas"):
         return [place.replace("aggregated", role, 1) for role in roles]
     return [place]
+
+
+_QUESTION = "What does the router do?"
+
+
+@dataclass(frozen=True, slots=True)
+class TryCommands:
+    """How a client of this machine reaches a deployment.
+
+    Attributes:
+        url: without a slash at the end.
+        model: its name.
+        asks_key: whether requests need an API key.
+        has_key: whether it is the one in PENSTOCK_API_KEY; a key file has hashes only.
+        certificate: of an HTTPS port, which clients trust by it; it must be for the URL's address.
+        has_page: whether the URL shows the live page.
+    """
+
+    url: str
+    model: str
+    asks_key: bool = False
+    has_key: bool = False
+    certificate: Path | None = None
+    has_page: bool = True
+
+    def commands(self) -> str:
+        """Name the page and the commands of a terminal."""
+        flag = "" if self.url == DEFAULT_URL else f" --url {self.url}"
+        page = f"{self.url}/ in a browser, " if self.has_page else ""
+        return f"{page}penstock chat{flag}, penstock top{flag}"
+
+    def curl(self) -> str:
+        """Ask one question by curl; a key of a file is to be put in place of KEY."""
+        body = {"model": self.model, "messages": [{"role": "user", "content": _QUESTION}]}
+        json_type = "-H 'Content-Type: application/json'"
+        return f"{self._curl()} {self.url}/v1/chat/completions {json_type}{self._key()} -d {shlex.quote(json.dumps(body))}"
+
+    def more(self) -> str:
+        """Name what to try after a first chat, over several lines."""
+        key = '"KEY"' if self.asks_key and not self.has_key else f'os.environ["{API_KEY_VARIABLE}"]'
+        load_os = "import os\n  " if self.has_key else ""
+        trust = f"SSL_CERT_FILE={shlex.quote(str(self.certificate))} python" if self.certificate else "python"
+        token = admin_token_path()
+        return f"""
+Try next, in another terminal:
+
+  {self.curl()}
+
+  {load_os}from openai import OpenAI          # pip install openai; {trust}
+  client = OpenAI(base_url={json.dumps(self.url + "/v1")}, api_key={key if self.asks_key else '"none"'})
+  question = [{{"role": "user", "content": "What is a KV cache?"}}]
+  for chunk in client.chat.completions.create(model={json.dumps(self.model)}, messages=question, stream=True):
+      print(chunk.choices[0].delta.content or "", end="")
+
+  {self._curl()} -H "Authorization: Bearer $(cat {token})" {self.url}/admin/workers   # who serves, and with what load
+  {self._curl()} {self.url}/metrics                 # Prometheus
+"""
+
+    def _curl(self) -> str:
+        return "curl" if self.certificate is None else f"curl --cacert {shlex.quote(str(self.certificate))}"
+
+    def _key(self) -> str:
+        if not self.asks_key:
+            return ""
+        return (
+            f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"'
+            if self.has_key
+            else " -H 'Authorization: Bearer KEY'"
+        )
+
+
+_SUPERVISOR = "supervisor"
+
+
+def serve(
+    graph: Graph, *, log_level: str, first_chat: bool, origin: DeploymentOrigin, part: LocalPart | None = None
+) -> None:
+    """Run a deployment, or this host's part of it, until a signal; a second signal cancels requests in flight.
+
+    Raises:
+        ConfigError: the graph cannot run on this machine.
+        PenstockError: the deployment failed for good.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(graph, log_level=log_level, first_chat=first_chat, origin=origin, part=part))
+
+
+async def _serve(
+    graph: Graph, *, log_level: str, first_chat: bool, origin: DeploymentOrigin, part: LocalPart | None
+) -> None:
+    def say(name: str, state: str, detail: str = "") -> None:
+        deployment.output.print(state_line(name, state, detail))
+
+    deployment = LocalDeployment(graph, log_level=log_level, say=say, part=part, origin=origin)
+    log.configure(log_level, process=_SUPERVISOR, stream=deployment.output.tee(_SUPERVISOR))
+    stopping = _Stopping(deployment)
+    try:
+        async with deployment:
+            stopping.is_started = True
+            workers = [member.ready.is_set() for member in deployment.pool.members]
+            share = "" if all(workers) else f"  {sum(workers)} of {len(workers)} workers"
+            say(
+                "penstock",
+                "ready",
+                f"{deployment.url or 'no frontend here'}  model {served_name(graph)}{share}  Ctrl-C stops",
+            )
+            if deployment.url:
+                to_try = _to_try(deployment)
+                say("penstock", "try", to_try.commands())
+                if first_chat:
+                    await _chat_until(stopping.requested, deployment, to_try)
+                else:
+                    say("penstock", "try", to_try.curl())
+            await stopping.requested.wait()
+            say("penstock", "stopping", "finishes requests in flight; Ctrl-C again ends them at once")
+    except asyncio.CancelledError:
+        if not stopping.requested.is_set():
+            raise
+    say("penstock", "stopped")
+
+
+def _to_try(deployment: LocalDeployment) -> TryCommands:
+    frontend = deployment.graph.frontend
+    return TryCommands(
+        url=deployment.url,
+        model=served_name(deployment.graph),
+        asks_key=deployment.asks_for_keys,
+        has_key=deployment.asks_for_keys and deployment.api_key is not None,
+        certificate=None if frontend.tls is None else Path(frontend.tls.certificate).resolve(),
+        has_page=frontend.page.enabled,
+    )
+
+
+async def _chat_until(requested: asyncio.Event, deployment: LocalDeployment, to_try: TryCommands) -> None:
+    """Send the first chat, where a key and trust in the certificate are not asked for; a signal cancels it."""
+    has_no_key = to_try.asks_key and not to_try.has_key  # the file has hashes only
+    if not has_no_key and to_try.certificate is None:
+        chat = chat_once(to_try.url, to_try.model, deployment.api_key, write=deployment.output.print)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(chat), group.create_task(requested.wait())]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+    if not requested.is_set():
+        deployment.output.print(f"{to_try.more()}\n")
+
+
+class _Stopping:
+    """Handles SIGINT, SIGTERM and SIGHUP: during the start gives up, later drains, the second time ends at once."""
+
+    def __init__(self, deployment: LocalDeployment) -> None:
+        self.requested = asyncio.Event()
+        self.is_started = False
+        self._deployment = deployment
+        self._task = asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self.requested.is_set():
+            self._deployment.kill()
+        self.requested.set()
+        if not self.is_started and self._task is not None:
+            self._task.cancel()
+
+
+def state_line(name: str, state: str, detail: str = "") -> str:
+    """Give the line that tells one change of state."""
+    return f"{name:<11} {state:<9} {detail}".rstrip() + "\n"
+
+
+QUESTION = "What is Penstock?"
+_TIMEOUT_S = 120.0
+
+
+async def chat_once(
+    url: str, model: str, api_key: str | None = None, *, write: Callable[[str], None]
+) -> None:
+    """Send one question, and `write` the answer as it streams.
+
+    A failure is written, not raised: the deployment keeps running.
+    """
+    write(f"\nyou> {QUESTION}\n{model}> ")
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "stream": True,
+        "max_tokens": 200,
+    }
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.post(f"{url}/v1/chat/completions", json=body) as response,
+        ):
+            async for line in response.content:
+                write(_text_of(line))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        write(f"(no answer: {error or type(error).__name__})")
+    write("\n")
+
+
+def _text_of(line: bytes) -> str:
+    """Give the text in one line of the answer: a stream event, or an error's JSON."""
+    data = line.removeprefix(b"data: ").strip()
+    if not data.startswith(b"{"):
+        return ""
+    event = msgspec.json.decode(data)
+    if "error" in event:
+        return f"(no answer: {event['error']['message']})"
+    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])

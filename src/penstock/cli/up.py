@@ -1,21 +1,30 @@
 """`penstock up`."""
 
 import argparse
+import asyncio
+import signal
 from pathlib import Path
-from typing import Any
 
-from penstock.cli.arguments.flags import add_log_level, add_set
+import uvloop
+
+from penstock.cli.parser import Parser, add_log_level, add_set
+from penstock.cli.serve import serve, state_line
+from penstock.core import log
+from penstock.core.native import warn_if_disabled
+from penstock.core.types.instances import Role
+from penstock.deploy.control.hosted import DeploymentOrigin
+from penstock.deploy.supervisor.follower_host import FollowerHost
+from penstock.deploy.supervisor.local_part import LocalPart, followed_role
+from penstock.graph import Graph, Overrides, load
 
 
-def add(commands: Any) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "up",
-        help="run a graph on this host, or its part of one that spans hosts",
-        description="Run a deployment graph on this host, in the foreground. Hosts with one registry are one deployment:"
-        " each runs the roles that --run names.",
-        epilog="All hosts need one secret: runtime.secret_file, or PENSTOCK_SECRET.",
+def add_up(parser: Parser) -> None:
+    """Add the arguments of `penstock up`."""
+    parser.description = (
+        "Run a deployment graph on this host, in the foreground. Hosts with one registry are one deployment:"
+        " each runs the roles that --run names."
     )
+    parser.epilog = "All hosts need one secret: runtime.secret_file, or PENSTOCK_SECRET."
     parser.add_argument("file", metavar="FILE", help="YAML, or Python that sets `graph`")
     parser.add_argument(
         "--join",
@@ -46,13 +55,6 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock.core import log  # noqa: PLC0415
-    from penstock.core.native import warn_if_disabled  # noqa: PLC0415
-    from penstock.deploy.commands.follow import follow  # noqa: PLC0415
-    from penstock.deploy.commands.serve import serve  # noqa: PLC0415
-    from penstock.deploy.control.record import Origin  # noqa: PLC0415
-    from penstock.deploy.supervisor.local_part import LocalPart  # noqa: PLC0415
-    from penstock.graph import Overrides, load  # noqa: PLC0415
 
     overrides = Overrides(options.set)
     if options.join is not None:
@@ -64,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
     part = LocalPart() if options.part is None else LocalPart.parse(options.part, graph.roles.present())
     log.configure(options.log_level, process="supervisor")
     warn_if_disabled()
-    origin = Origin(
+    origin = DeploymentOrigin(
         file=str(Path(options.file).resolve()),
         directory=str(Path.cwd()),
         overrides=overrides.assigned(),
@@ -75,3 +77,46 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     serve(graph, part=part, origin=origin, log_level=options.log_level, first_chat=False)
     return 0
+
+
+_SUPERVISOR = "supervisor"
+
+
+def follow(graph: Graph, part: LocalPart, rank: int, *, origin: DeploymentOrigin, log_level: str) -> None:
+    """Run a follower until a signal; a second signal does not wait until the leader has drained.
+
+    Raises:
+        ConfigError: `part` names no worker over several nodes, or this node cannot run its processes.
+    """
+    role = followed_role(graph, part, rank)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_follow(graph, role, rank, origin, log_level))
+
+
+async def _follow(graph: Graph, role: Role, rank: int, origin: DeploymentOrigin, log_level: str) -> None:
+    def say(name: str, state: str, detail: str = "") -> None:
+        host.output.print(state_line(name, state, detail))
+
+    host = FollowerHost(graph, role, rank, origin=origin, log_level=log_level, say=say)
+    log.configure(log_level, process=_SUPERVISOR, stream=host.output.tee(_SUPERVISOR))
+    requested, task = asyncio.Event(), asyncio.current_task()
+    has_started = False
+
+    def on_signal() -> None:
+        if requested.is_set():
+            host.kill()
+        requested.set()
+        if not has_started and task is not None:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    try:
+        async with host.running():
+            has_started = True
+            await requested.wait()
+            say("penstock", "stopping", "the leader finishes its requests first; Ctrl-C again ends at once")
+    except asyncio.CancelledError:
+        if not requested.is_set():
+            raise
+    say("penstock", "stopped")

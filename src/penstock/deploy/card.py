@@ -1,4 +1,4 @@
-"""Makes the model card, which frontends need, from a checkpoint's files."""
+"""What a graph says to processes: the card of its model, and how long they may take to end."""
 
 import hashlib
 from collections.abc import Mapping
@@ -149,3 +149,17 @@ def _card_files(directory: Path, chat_template: str | None) -> dict[str, bytes]:
         return files
     kept = {name: content for name, content in files.items() if not name.startswith(ADDITIONAL_TEMPLATES)}
     return kept | {CHAT_TEMPLATE: chat_template.encode()}
+
+
+_KILL_AFTER_S = 5.0
+"""Grace beyond a process's own drain timeout."""
+
+
+def frontend_drain_s(graph: Graph) -> float:
+    """Give the seconds that a frontend may take from SIGTERM to its end."""
+    return graph.frontend.drain_timeout_s + _KILL_AFTER_S
+
+
+def worker_drain_s(graph: Graph) -> float:
+    """Give the seconds that a worker may take from SIGTERM to its end."""
+    return graph.worker.drain_timeout_s + graph.supervision.close_timeout_s + _KILL_AFTER_S

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.core.errors import ErrorInfo
+from penstock.core.errors import ConfigError, ErrorInfo, PenstockError, Unavailable, WrongServerError
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import ModelCard, Role
 from penstock.core.wire import Wire
@@ -73,7 +73,7 @@ class FollowerJob(Wire, frozen=True, tag="follower"):
 Job = WorkerJob | FrontendJob | FollowerJob
 
 
-class Common(Wire, frozen=True):
+class ProcessSettings(Wire, frozen=True):
     """Data of all processes of one run; `secret` authenticates them to each other.
 
     `hub_address` is of the registry. Workers listen at `listen`, empty for private sockets, and register `advertise` as their
@@ -101,7 +101,7 @@ class Assignment(Wire, frozen=True):
 
     name: str
     job: Job
-    common: Common
+    common: ProcessSettings
     cores: tuple[int, ...] = ()
 
 
@@ -117,13 +117,13 @@ class Ready(Wire, frozen=True, tag="ready"):
     kv_tiers: tuple[str, ...] = ()
 
 
-class Phase(Wire, frozen=True, tag="phase"):
+class StartPhase(Wire, frozen=True, tag="phase"):
     """What a starting process does now, such as `loads the engine`."""
 
     what: str
 
 
-class RoleChanged(Wire, frozen=True, tag="role_changed"):
+class WorkerRoleChanged(Wire, frozen=True, tag="role_changed"):
     """A worker takes requests in another role; or it does not, and `problem` says why, as asked by `ChangeRole`."""
 
     role: Role
@@ -158,7 +158,7 @@ class Closing(Wire, frozen=True, tag="closing"):
     """A worker closes its engine, the last thing it does."""
 
 
-class Beat(Wire, frozen=True, tag="beat"):
+class ProcessHeartbeat(Wire, frozen=True, tag="beat"):
     """Heartbeat of the event loop, with the number of finished `steps` of a worker's engine and whether it `has_requests`."""
 
     steps: int = 0
@@ -174,7 +174,7 @@ class ProcessFailed(Wire, frozen=True, tag="process_failed"):
 
 
 class ChangeRole(Wire, frozen=True, tag="change_role"):
-    """Asks a worker to change its role; it answers `RoleChanged`."""
+    """Asks a worker to change its role; it answers `WorkerRoleChanged`."""
 
     role: Role
 
@@ -185,7 +185,7 @@ class Drain(Wire, frozen=True, tag="drain"):
     timeout_s: float
 
 
-class Planned(Wire, frozen=True, tag="planned"):
+class RoundCounts(Wire, frozen=True, tag="planned"):
     """Sent to a frontend, for its metrics: a round of the planner.
 
     Attributes:
@@ -211,7 +211,28 @@ class Planned(Wire, frozen=True, tag="planned"):
     refused_hosts: int = 0
 
 
-News = ProcessFailed | ChangeRole | Planned | Drain
-"""What a supervisor tells a child after its assignment."""
-Report = Ready | Failed | Health | Closing | Beat | Phase | RoleChanged | Observed
+ProcessOrder = ProcessFailed | ChangeRole | RoundCounts | Drain
+"""Messages from a supervisor to a child process, after the assignment."""
+Report = Ready | Failed | Health | Closing | ProcessHeartbeat | StartPhase | WorkerRoleChanged | Observed
 Tell = Callable[[Report], None]
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Give the first PenstockError in nested groups, else a sole other error, else the group."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [cause_of(inner) for inner in error.exceptions]
+    clear = next((cause for cause in causes if isinstance(cause, PenstockError)), None)
+    return clear or (causes[0] if len(causes) == 1 else error)
+
+
+def report_of(error: BaseException) -> Failed:
+    """Make the report of a process that an error ends."""
+    cause = cause_of(error)
+    if not isinstance(cause, PenstockError):
+        return Failed(message=f"{type(cause).__name__}: {cause}")
+    return Failed(
+        message=cause.message,
+        config=isinstance(cause, ConfigError),
+        outside=isinstance(cause, (Unavailable, WrongServerError)),
+    )

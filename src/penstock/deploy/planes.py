@@ -9,7 +9,7 @@ from typing import Protocol, Self
 from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import ConfigError
-from penstock.deploy.messages import Common
+from penstock.deploy.messages import ProcessSettings
 from penstock.graph import Graph
 from penstock.graph.runtime import RuntimeSpec
 from penstock.runtime.credentials import EVENTS_VARIABLE, REGISTRY_VARIABLE, Credentials
@@ -47,7 +47,7 @@ class Planes:
     def __init__(
         self,
         graph: Graph,
-        common: Common,
+        common: ProcessSettings,
         identity: Identity,
         *,
         rng: random.Random,
@@ -155,7 +155,7 @@ def _carrier(
 
 def _discovery(
     graph: Graph,
-    common: Common,
+    common: ProcessSettings,
     identity: Identity,
     *,
     tls: PlaneTls | None,

@@ -52,7 +52,7 @@ class Memories:
                 self.missing[kind] = str(error)
         if self._directory is not None:
             self._memory[MemoryKind.FILE] = FileRegion(
-                self._directory / "slab", STORAGE_BYTES, name=MemoryKind.FILE.value
+                self._directory / "file", STORAGE_BYTES, name=MemoryKind.FILE.value
             )
             self._memory[MemoryKind.OBJECT] = ObjectRegion(
                 f"file://{self._directory}", STORAGE_BYTES, prefix="objects", name=MemoryKind.OBJECT.value

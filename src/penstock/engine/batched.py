@@ -301,8 +301,6 @@ class BatchedEngine:
                 yield Step(deltas=refused, load=self.load())
                 continue
             plan = scheduler.plan()
-            if self._kv is not None:
-                self._kv.set_idle(not scheduler.has_requests)
             if plan is not None:
                 await self._announce(scheduler.begin(plan))
                 step: Step | None = await self._run(scheduler, plan)

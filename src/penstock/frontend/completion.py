@@ -19,7 +19,7 @@ from penstock.core.wire import NO_TOKENS, PackedTokens, num_tokens, token_list
 from penstock.frontend.apis.dialect import CompletionTokensDetails, PromptTokensDetails, Usage
 from penstock.frontend.metrics import RequestTimer
 from penstock.frontend.prepare import PreparedRequest
-from penstock.frontend.text.answer import PromptPart, TextEvent, TokenText
+from penstock.frontend.text.answer import PromptPart, TextEvent, TokenText, merged
 from penstock.frontend.text.parser import OutputParser
 from penstock.frontend.text.source import Repair
 from penstock.frontend.text.tokens import Detokenizer, StopFinder, TextDecoder
@@ -137,40 +137,35 @@ class ChoiceText:
                 events.append(event)
             if self.finished:
                 break
-        if len(events) < 2:
-            return events[0] if events else None
-        return msgspec.structs.replace(
-            events[0],  # has what is said of the prompt
-            text="".join(event.text for event in events),
-            finish_reason=events[-1].finish_reason,
-            logprobs=tuple(logprob for event in events for logprob in event.logprobs),
-            reasoning="".join(event.reasoning for event in events),
-            calls=[call for event in events for call in event.calls],
-            stopped_by=events[-1].stopped_by,
-            cuts_call=events[-1].cuts_call,
-        )
+        return merged(events) if events else None
 
     def _parse(
         self, parser: OutputParser, text: str, reason: str | None, logprobs: tuple[TokenText, ...]
     ) -> TextEvent | None:
         parsed = parser.feed(text)
-        content, reasoning, calls = parsed.content, parsed.reasoning, parsed.calls
+        parts = parsed.parts or (parsed,)
         if reason is not None:
             rest = parser.finish(is_cut=reason == "length" or self._stopped_by() is not None)
-            content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.calls
+            parts += rest.parts or (rest,)
             if reason == "stop" and parser.num_calls and not parser.cuts_call:
                 reason = "tool_calls"
-        elif not (content or reasoning or calls or logprobs):
+        elif not (parsed.content or parsed.reasoning or parsed.calls or logprobs):
             return None
-        return TextEvent(
-            self.index,
-            content,
-            reason,
-            logprobs,
-            reasoning=reasoning,
-            calls=calls,
-            stopped_by=self._stopped_by(),
-            cuts_call=reason is not None and parser.cuts_call,
+        its_text = next((at for at, part in enumerate(parts) if part.content), 0)
+        return merged(
+            [
+                TextEvent(
+                    self.index,
+                    part.content,
+                    reason,
+                    logprobs if at == its_text else (),
+                    reasoning=part.reasoning,
+                    calls=part.calls,
+                    stopped_by=self._stopped_by(),
+                    cuts_call=reason is not None and parser.cuts_call,
+                )
+                for at, part in enumerate(parts)
+            ]
         )
 
     @property

@@ -2,19 +2,20 @@
 
 from pathlib import Path
 
+from penstock.core.config import wrong
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Prices, Role
 from penstock.engine.registry import MOCK_BLOCKS, engine_kind
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.graph.engine_prices import engine_prices, make_roofline, with_step_size
-from penstock.graph.role import RoleSpec
+from penstock.graph.role import Roles, RoleSpec
 from penstock.perf.model.hardware import Hardware, find_hardware
 from penstock.perf.model.model_config import load_shape
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.model.shape import ModelShape
 from penstock.perf.profile.profile import LinearPrior, Profile, ProfiledModel
 from penstock.perf.roofline.speculation import price_per_token
-from penstock.planner.config import Budget
+from penstock.planner.config import Budget, PlannerConfig, kinds_of
 from penstock.planner.decide.capacity import Capacity
 from penstock.planner.decide.worker_model import WorkerModel
 
@@ -131,3 +132,34 @@ def _linear(prices: Prices) -> LinearPrior:
         (prices.prefill_step_s, prices.prefill_token_s, prices.prefill_pair_s, 0.0),
         (prices.decode_step_s, prices.decode_sequence_s, prices.decode_token_s),
     )
+
+
+def check_planner(planner: PlannerConfig, roles: Roles) -> None:
+    """Check bounds and budget against the roles.
+
+    Raises:
+        PydanticCustomError: the planner cannot scale a role, or may not have as many workers as there are.
+    """
+    present = roles.present()
+    try:
+        planner.check_roles(present.keys())
+    except ConfigError as error:
+        raise wrong(error.message) from error
+    for role, spec in present.items():
+        if why := unscalable(spec):
+            raise wrong(f"planner: roles.{role}: {why}; leave planner out")
+        _, most = planner.bounds(role)
+        if spec.replicas > most:
+            raise wrong(
+                f"roles.{role}.replicas is {spec.replicas}, planner.max_workers {most} for {role}; lower one or raise the other"
+            )
+    if planner.budget is None:
+        return
+    unit, amount = next(iter(planner.budget.model_dump(exclude_none=True).items()))
+    for kind in kinds_of(present.keys()):
+        needed = sum(planner.bounds(role)[0] * cost_of(present[role], planner.budget) for role in kind)
+        if amount < needed:
+            each = " and ".join(f"{planner.bounds(role)[0]} {role}" for role in sorted(kind))
+            raise wrong(
+                f"planner.budget.{unit} is {amount:g}, and {each} cost {needed:g}; raise it, or lower min_workers"
+            )

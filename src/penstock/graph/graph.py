@@ -15,21 +15,63 @@ from penstock.core.config import Config, config_error, wrong
 from penstock.core.document import empty_section, parse_yaml
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Location
-from penstock.graph.frontend import FrontendSpec
+from penstock.frontend.config import FrontendConfig
+from penstock.graph.capacities import check_planner
 from penstock.graph.kubernetes import KubernetesSpec
 from penstock.graph.overrides import Overrides
 from penstock.graph.partners import check_partners, check_transfer
-from penstock.graph.planning import check_planner
 from penstock.graph.regions import REGIONS_MAX, RegionSpec, check_regions
 from penstock.graph.role import Roles, RoleSpec
 from penstock.graph.runtime import RuntimeSpec
-from penstock.graph.slo import Slo
-from penstock.graph.supervision import Supervision
 from penstock.perf.profile.profile import Profile
 from penstock.planner.config import PlannerConfig
 from penstock.router.config import RouterConfig
 from penstock.runtime.config import PlaneConfig, TracingConfig
 from penstock.worker.config import WorkerConfig
+
+
+class Slo(Config):
+    """Latency targets: `percentile` % of requests must meet both."""
+
+    ttft_s: float = pydantic.Field(default=2.0, gt=0)
+    """Seconds from a request's arrival to its first token."""
+    itl_s: float = pydantic.Field(default=0.1, gt=0)
+    """Mean seconds between two tokens of a stream."""
+    percentile: float = pydantic.Field(default=90.0, gt=0, lt=100)
+    """Share of requests that must meet the targets, in percent."""
+
+
+class Supervision(Config):
+    """When the processes of one machine are killed and restarted."""
+
+    start_timeout_s: float = pydantic.Field(default=600.0, gt=0)
+    """Longest seconds from a process's start until it is ready."""
+    liveness_timeout_s: float = pydantic.Field(default=15.0, gt=0)
+    """Longest seconds without a heartbeat of a ready process, whose event loop then hangs; after that it is killed and restarted."""
+    step_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    """Longest seconds in which a worker's engine with requests finishes no step; after that it is killed and restarted. Must exceed its longest step."""
+    close_timeout_s: float = pydantic.Field(default=15.0, gt=0)
+    """Longest seconds that a worker's engine takes to close; after that its processes are killed."""
+    restart_delay_s: float = pydantic.Field(default=0.2, gt=0)
+    """Seconds before the first restart; doubled for each consecutive one."""
+    restart_delay_max_s: float = pydantic.Field(default=10.0, gt=0)
+    """The longest delay before a restart, in seconds."""
+    healthy_after_s: float = pydantic.Field(default=30.0, gt=0)
+    """Seconds of service after which earlier failures are forgotten."""
+    spare_processes: int = pydantic.Field(default=1, ge=0, le=64)
+    """Spare processes that have imported a worker's modules and replace a failed one; about 300 MB each with the paged engine. 0: a restart takes as long as a start."""
+    failed_starts_max: int = pydantic.Field(default=5, ge=1)
+    """Consecutive failed starts after which a process is given up."""
+
+
+class FrontendSpec(FrontendConfig):
+    """The OpenAI-compatible server: one port, shared by one or more processes."""
+
+    processes: int = pydantic.Field(default=1, ge=1, le=64)
+    """Processes that share the port."""
+    kubernetes: KubernetesSpec | None = None
+    """What the frontends' pods get in Kubernetes beside what the graph's `kubernetes` gives all pods."""
+
 
 DEMO_MODEL = "demo"
 """Model name of the small model in the package."""

@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.transfer.regions.checksum import checksum_ranges
-
 Bytes = NDArray[np.uint8]
 Buffers = Sequence[Any] | Bytes
 """One contiguous buffer (numpy array, memoryview, bytearray) for each block, or an (n, block_bytes) array."""
@@ -29,9 +27,3 @@ def block_views(buffers: Buffers, block_bytes: int, *, writable: bool) -> list[B
             )
         views.append(np.frombuffer(memory, np.uint8))
     return views
-
-
-def crc32c(view: Bytes) -> int:
-    """Compute the CRC-32C of contiguous bytes."""
-    address, length = np.array([view.ctypes.data], np.uint64), np.array([view.size], np.uint64)
-    return int(checksum_ranges(address, length)[0])

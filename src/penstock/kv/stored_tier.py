@@ -17,7 +17,6 @@ from penstock.kv.breaker import CircuitBreaker
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.guarded import BlockStore, GuardedStore
 from penstock.kv.measured import MeasuredSpeed
-from penstock.seams.kv import OffloadPolicy
 
 _TIMEOUT_S = 10.0
 """Timeout of an offload. The loader cancels late loads earlier."""
@@ -107,7 +106,6 @@ class StoredTier:
         tier: Tier,
         device: DeviceBlocks,
         num_blocks: int,
-        offload_policy: OffloadPolicy | None = None,
         *,
         shared: KvHolder | None = None,
         chunk_bytes: int = CHUNK_BYTES,
@@ -119,7 +117,6 @@ class StoredTier:
             tier: where it is, for events.
             device: the engine's blocks.
             num_blocks: how many it can keep.
-            offload_policy: how blocks are offloaded to it; None for all of them at once.
             shared: the store, where other workers use it too.
             chunk_bytes: of one load, about; enough for all its threads or connections.
         """
@@ -128,7 +125,6 @@ class StoredTier:
         self.num_blocks = num_blocks
         self.block_bytes = device.block_bytes
         self.chunk_blocks = max(chunk_bytes // device.block_bytes, 1)
-        self.offload_policy = offload_policy or OffloadPolicy()
         self._store = store
         self._device = device
         self._breaker = CircuitBreaker(tier.value)

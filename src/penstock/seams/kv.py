@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -12,35 +11,6 @@ from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.types.instances import KvHolder
 from penstock.core.wire import HashArray
-
-
-class Admission(StrEnum):
-    """Which blocks a tier is given."""
-
-    ALL = "all"
-    SEEN_TWICE = "seen-twice"
-
-
-class OffloadMode(StrEnum):
-    """When blocks are copied to a tier: when their request leaves the batch, or before the device evicts them."""
-
-    WRITE_THROUGH = "write-through"
-    WRITE_BACK = "write-back"
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadPolicy:
-    """How blocks are offloaded to a tier.
-
-    Attributes:
-        admission: all blocks, or those that a second request has used.
-        bytes_per_s: most bytes copied to it each second while requests are running; None for no such bound.
-        mode: when they are copied.
-    """
-
-    admission: Admission = Admission.ALL
-    bytes_per_s: float | None = None
-    mode: OffloadMode = OffloadMode.WRITE_THROUGH
 
 
 class KvLoad(Protocol):
@@ -161,14 +131,12 @@ class KvTier(KvSource, Protocol):
         tier: where it keeps them, for events.
         num_blocks: how many it can keep.
         block_bytes: size of one.
-        offload_policy: how blocks are offloaded to it.
         shared: whose blocks it loads, those of other workers among them; None for blocks of its own.
     """
 
     tier: Tier
     num_blocks: int
     block_bytes: int
-    offload_policy: OffloadPolicy
     shared: KvHolder | None
 
     def probe(self) -> float | None:

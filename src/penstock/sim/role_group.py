@@ -241,7 +241,6 @@ def _lower_tiers(role: Role, spec: RoleSpec, num_blocks: int, block_bytes: float
             yield LowerTier(
                 tier,
                 size.shared_by(workers).blocks(num_blocks, block_bytes),
-                spec.kv.policy_of(tier).admission,
                 spec.kv.eviction_of(tier),
             )
         except ConfigError as error:

@@ -1,7 +1,7 @@
 """The conformance suite of eviction policies. Subclass it and make a policy.
 
-class TestLfu(EvictionPolicySuite):
-    policy = "lfu"
+class TestSeconds(EvictionPolicySuite):
+    policy = "seconds"
 """
 
 import random

@@ -19,8 +19,6 @@ class StorageConfig(Config):
 
     io_threads: int = Field(default=8, ge=1, le=64)
     """Reads and writes of one file under way at once: the depth of the disk's queue."""
-    io_bytes: int = Field(default=1 << 20, ge=4096, multiple_of=4096)
-    """The most that one of them moves."""
     requests: int = Field(default=8, ge=1)
     """Objects that are got or put at once; each takes up to three times its size in memory."""
     request_timeout_s: float = Field(default=10.0, gt=0)

@@ -42,7 +42,7 @@ def default_transports(config: TransferConfig) -> list[Transport | Storage]:
             idle_s=_SILENCE * config.heartbeat_timeout_s,
         ),
         NixlTransport(),
-        FileStorage(threads=storage.io_threads, io_bytes=storage.io_bytes),
+        FileStorage(threads=storage.io_threads),
         ObjectStorage(
             requests=storage.requests,
             request_timeout_s=storage.request_timeout_s,

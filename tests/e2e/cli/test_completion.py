@@ -37,7 +37,7 @@ def test_zsh_completes_without_other_settings(script, tmp_path):
         shell.type(f"PS1=; source {file}; print sourced=$?\n")
         shell.until("\nsourced=0")
         for number, (typed, whole) in enumerate(OFFERED):
-            shell.type(f"penstock {typed}\t")
+            shell.type(f"penstock {typed}\t\t")  # the first Tab may list a flag with its help
             shell.until(whole)
             shell.type(f"\x15print line={number}\n")  # Ctrl-U forgets the line
             assert "command not found" not in shell.until(f"\nline={number}")

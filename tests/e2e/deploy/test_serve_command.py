@@ -185,5 +185,5 @@ def imported_by(*words: str) -> set[str]:
 
 def test_help_supervisor_and_frontends_import_nothing_large():
     assert not imported_by("-m", "penstock", "--help") & {"torch", "transformers", "aiohttp", "pydantic"}
-    code = "import penstock.deploy.commands.serve, penstock.deploy.processes.frontend_process"
+    code = "import penstock.cli.serve, penstock.deploy.processes.frontend_process"
     assert "torch" not in imported_by("-c", code)

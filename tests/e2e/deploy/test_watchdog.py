@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from penstock.deploy.supervisor.group_guard import GroupGuard
+from penstock.deploy.supervisor.child import GroupGuard
 from tests.support.given_by import given_by
 
 pytestmark = pytest.mark.slow

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from penstock.cli import main
+from penstock.cli.scale import change_role
 from penstock.core.types.instances import Role
-from penstock.deploy.commands.worker_changes import change_role
-from penstock.deploy.control.frontend_address import FrontendAddress
+from penstock.deploy.control.local_connector import FrontendAddress
 
 PROMPT = "Which parts does a request pass on its way, and what does each of them do with it? " * 4
 TOKENS = 24

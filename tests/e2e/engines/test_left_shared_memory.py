@@ -14,9 +14,8 @@ import pytest
 
 from penstock.deploy import group_file
 from penstock.deploy.group_file import end_groups, keep_groups, remove_unused, segments_of, start_of
-from penstock.deploy.supervisor.child import Child
-from penstock.deploy.supervisor.group_guard import GroupGuard
-from penstock.deploy.supervisor.output.process_output import ProcessOutput
+from penstock.deploy.supervisor.child import Child, GroupGuard
+from penstock.deploy.supervisor.output import ProcessOutput
 
 ENGINE = """
 import signal, time

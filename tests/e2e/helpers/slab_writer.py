@@ -1,4 +1,4 @@
-"""Writes blocks of a slab for ever, each filled with its number and write count: `slab_writer.py PATH`."""
+"""Writes blocks of a file region for ever, each filled with its number and write count: `slab_writer.py PATH`."""
 
 import asyncio
 import sys
@@ -16,7 +16,7 @@ async def main(path: str) -> None:
     async with TransferAgent("writer", TransferConfig(listen=())) as agent:
         memory = np.zeros((BLOCKS, BLOCK_BYTES // 8), np.uint64)
         local = agent.register(memory)
-        slab = agent.register(FileRegion(path, BLOCKS * BLOCK_BYTES))
+        slab = agent.register(FileRegion(path, BLOCKS * BLOCK_BYTES, block_bytes=BLOCK_BYTES))
         order = np.arange(BLOCKS)
         random = np.random.default_rng(1)
         for turn in count(1):

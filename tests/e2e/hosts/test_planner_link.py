@@ -12,7 +12,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.hosts import host_link
 from penstock.deploy.hosts.connector import HostsConnector
 from penstock.deploy.hosts.planner_server import PlannerServer
-from penstock.deploy.messages import Planned
+from penstock.deploy.messages import RoundCounts
 from penstock.planner.observe.stream import ObservationStream
 from tests.support.linked_hosts import identity, link, pool_of
 from tests.support.until import until
@@ -89,7 +89,7 @@ async def test_who_is_refused_hears_why_at_both_ends_and_is_not_scaled(name, sec
             async with link(server, name, other, **({} if secret is None else {"secret": secret})):
                 await until(lambda: {"host_refused", "planner_unreachable"} <= {e["event"] for e in said})
             assert set(server.linked) == {"b"}
-            counted = server.with_refused(Planned(outcome="kept", seconds=0.1))
+            counted = server.with_refused(RoundCounts(outcome="kept", seconds=0.1))
             assert counted.refused_hosts == len([each for each in said if each["event"] == "host_refused"])
             assert server.with_refused(counted).refused_hosts == 0, "each is told once"
     errors = [each["error"] for each in said if each["event"] in {"host_refused", "planner_unreachable"}]

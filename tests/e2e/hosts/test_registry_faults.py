@@ -8,7 +8,7 @@ import asyncio
 import aiohttp
 import pytest
 
-from penstock.deploy.secret import SECRET_VARIABLE
+from penstock.deploy.identity import SECRET_VARIABLE
 from tests.support.faulty_registry import (
     PROMPT,
     TOKENS,
@@ -21,7 +21,8 @@ from tests.support.kubernetes.thread import write_config
 from tests.support.registries import ApiServer, Etcd, Nats
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("etcd", "nats-server")]
-LEASE_S = 1.0
+LEASE_S = 3.0
+"""A worker that gets no CPU for so long is rightly gone."""
 
 
 class Registries:

@@ -13,10 +13,10 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
+from penstock.deploy.identity import SECRET_VARIABLE
 from penstock.deploy.manifests.kubernetes import kubernetes_objects
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.manifests.slurm import slurm_script
-from penstock.deploy.secret import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from penstock.graph import build
 from tests.support.host import until

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.core.errors import ConfigError
-from penstock.deploy.secret import SECRET_VARIABLE
+from penstock.deploy.identity import SECRET_VARIABLE
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
 from tests.support.certificates import make_authority, make_certificate

@@ -11,7 +11,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from penstock.deploy.operator.definitions import GRAPHS, ROLES, definitions
-from penstock.deploy.operator.leading.claim import CLAIM
+from penstock.deploy.operator.leadership import LOCK
 from penstock.deploy.operator.operator import Operator
 from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient, Pace, Resource
 from penstock.testing.loop import run_async
@@ -36,13 +36,10 @@ PAIR = {"prefill": {"replicas": 1}, "decode": {"replicas": 2}}
 class Site:
     """What a test does to a cluster, and sees of it."""
 
-    def __init__(self, server, client, leases, group):
-        self.server, self.client, self.leases, self.group = server, client, leases, group
+    def __init__(self, server, client, group):
+        self.server, self.client, self.group = server, client, group
         self.cluster = Cluster(server.store)
-        self.access, self.lease_access = (
-            KubernetesAccess(server.url, namespace=namespace, token="operator-token")
-            for namespace in ("default", "penstock-operator")
-        )
+        self.access = KubernetesAccess(server.url, namespace="default", token="operator-token")
         self.registry = CollectorRegistry()
 
     def operator(self, identity="first", lease_s=5.0):
@@ -52,7 +49,6 @@ class Site:
             identity=identity,
             lease_s=lease_s,
             pace=Pace(probe_s=0.5, retry_s=0.02, retry_s_max=0.2),
-            lease_access=self.lease_access,
             registry=self.registry if identity == "first" else None,
         )
 
@@ -114,11 +110,11 @@ class Site:
         await self.until(check)
 
     def objects(self, plural):
-        """Give those of graphs: not the operators' own claim."""
+        """Give those of graphs: not the operators' own lock."""
         return {
             stored.body["metadata"]["name"]: stored.body
             for stored in self.server.store.all(self.cluster.kind(plural))
-            if stored.body["metadata"]["name"] != CLAIM or plural != "configmaps"
+            if stored.body["metadata"]["name"] != LOCK or plural != "configmaps"
         }
 
     def names(self, part=None):
@@ -167,18 +163,14 @@ def site():
                 ApiServer(tokens=("suite-token", "operator-token")) as server,
             ):
                 server.rules["operator-token"] = RULES
-                access, lease_access = (
-                    KubernetesAccess(server.url, namespace=namespace, token="suite-token")
-                    for namespace in ("default", "penstock-operator")
-                )
+                access = KubernetesAccess(server.url, namespace="default", token="suite-token")
                 async with (
                     KubernetesClient(access, timeout_s=10) as client,
-                    KubernetesClient(lease_access, timeout_s=10) as leases,
                     asyncio.TaskGroup() as group,
                 ):
                     for definition in definitions():
                         await client.create(DEFINITIONS, definition)
-                    here = Site(server, client, leases, group)
+                    here = Site(server, client, group)
                     running = here.start_operator(lease_s=lease_s) if operator else None
                     await scenario(here)
                     for task in tuple(group._tasks):

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from penstock.deploy.operator.definitions import GRAPHS, definitions
+from penstock.deploy.operator.leadership import LOCK
 from tests.support.kubernetes.cluster import Cluster
 from tests.support.kubernetes.fields import Manager
 from tests.support.kubernetes.store import Store
@@ -23,8 +24,9 @@ GRAPH = {
 
 
 def holder(store: Store) -> str:
-    leases = store.all(store.kinds.find("coordination.k8s.io", "v1", "leases"))
-    return next((lease.body["spec"].get("holderIdentity", "") for lease in leases), "")
+    kept = store.all(store.kinds.find("", "v1", "configmaps"))
+    data = [each.body["data"] for each in kept if each.body["metadata"]["name"] == LOCK]
+    return next((each.get("operator", "") for each in data), "")
 
 
 def ready(store: Store) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.deploy.hosts.roles import ROLES
+from penstock.deploy.hosts.kubernetes_connector import ROLES
 from penstock.runtime.kubernetes import Resource
 from tests.support.given_by import given_by
 from tests.support.kubernetes.groups import definition

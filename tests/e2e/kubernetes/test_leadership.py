@@ -6,22 +6,21 @@ import random
 import pytest
 from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
-from structlog.testing import capture_logs
 
 from penstock.deploy.operator.cache import DEPLOYMENTS
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.deploy.operator.http import OperatorHttp
-from penstock.deploy.operator.operator import Operator, lease_name
-from penstock.runtime.kubernetes import LEASES, KubernetesAccess, KubernetesClient, KubernetesError
+from penstock.deploy.operator.leadership import CONFIG_MAPS, LOCK
+from penstock.deploy.operator.operator import Operator
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient, KubernetesError
 from tests.support.given_by import given_by
 
 pytestmark = pytest.mark.slow
-LEASE = lease_name("default")
 
 
 async def holder(here):
-    lease = await here.leases.find(LEASES, LEASE)
-    return (lease or {}).get("spec", {}).get("holderIdentity")
+    lock = await here.client.find(CONFIG_MAPS, LOCK)
+    return (lock or {}).get("data", {}).get("operator")
 
 
 async def leads(here, name):
@@ -34,8 +33,7 @@ async def leads(here, name):
 
 
 async def take_lead(here, name, seconds):
-    spec = {"holderIdentity": name, "leaseDurationSeconds": seconds}
-    await here.leases.patch(LEASES, LEASE, {"spec": spec})
+    await here.client.patch(CONFIG_MAPS, LOCK, {"data": {"operator": name, "seconds": str(seconds)}})
 
 
 def value(here, name, **labels):
@@ -55,20 +53,21 @@ async def test_one_acts_and_the_next_begins_at_once_when_it_ends(here):
 
 
 @given_by("site", operator=False)
-async def test_a_lease_that_nobody_renews_is_taken_after_its_time(here):
-    lease = {
-        "apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": LEASE},
-        "spec": {"holderIdentity": "dead", "leaseDurationSeconds": 1, "renewTime": "2099-01-01T00:00:00.000000Z"},
+async def test_a_lock_that_nobody_renews_is_taken_after_its_time(here):
+    lock = {
+        "apiVersion": "v1", "kind": "ConfigMap",
+        "metadata": {"name": LOCK, "labels": {"penstock.dev/claim": "operator"}},
+        "data": {"operator": "dead", "seconds": "1"},
     }  # fmt: skip
-    await here.leases.create(LEASES, lease)
+    await here.client.create(CONFIG_MAPS, lock)
     here.start_operator("second")
     await asyncio.sleep(0.5)
-    assert await holder(here) == "dead", "its clock may be wrong, but it may live"
+    assert await holder(here) == "dead", "it may live"
     await leads(here, "second")
 
 
 @given_by("site", lease_s=0.6)
-async def test_a_leader_whose_lease_was_taken_stops_and_counts_no_graphs(here):
+async def test_a_leader_whose_lock_was_taken_stops_and_counts_no_graphs(here):
     await here.up()
     assert value(here, "graphs") == 1.0
     await take_lead(here, "other", 3600)
@@ -85,11 +84,11 @@ async def test_a_leader_whose_lease_was_taken_stops_and_counts_no_graphs(here):
 async def test_no_pod_may_take_the_lead(here):
     await here.up()
     token = here.server.token_of("default", "chat")
-    access = KubernetesAccess(here.server.url, namespace="penstock-operator", token=token)
+    access = KubernetesAccess(here.server.url, namespace="default", token=token)
     async with KubernetesClient(access, timeout_s=10) as pod:
         for call in (
-            pod.patch(LEASES, LEASE, {"spec": {"holderIdentity": "pod"}}),
-            pod.delete(LEASES, LEASE),
+            pod.patch(CONFIG_MAPS, LOCK, {"data": {"operator": "pod"}}),
+            pod.delete(CONFIG_MAPS, LOCK),
         ):
             with pytest.raises(KubernetesError) as caught:
                 await call
@@ -135,25 +134,15 @@ async def test_probes_and_metrics_say_how_the_operator_is(here):
         await here.server.start()
 
 
-def another_operator(here, *, namespace, lease_namespace, registry=None):
-    access, leases = (
-        KubernetesAccess(here.server.url, namespace=each, token="suite-token")
-        for each in (namespace, lease_namespace)
-    )
-    return Operator(
-        access,
-        rng=random.Random(2),
-        identity="second",
-        lease_access=leases,
-        lease_s=1,
-        registry=registry,
-    ), access
+def another_operator(here, *, namespace, registry=None):
+    access = KubernetesAccess(here.server.url, namespace=namespace, token="suite-token")
+    return Operator(access, rng=random.Random(2), identity="second", lease_s=1, registry=registry), access
 
 
 @given_by("site")
 async def test_operators_of_two_namespaces_both_act(here):
     await leads(here, "first")
-    operator, access = another_operator(here, namespace="second", lease_namespace="penstock-operator")
+    operator, access = another_operator(here, namespace="second")
     running = here.group.create_task(operator.run())
     async with KubernetesClient(access, timeout_s=10) as second:
         spec = {"graph": {"model": "demo", "roles": {"aggregated": {}}}}
@@ -165,28 +154,20 @@ async def test_operators_of_two_namespaces_both_act(here):
 
 
 @given_by("site", operator=False)
-async def test_operators_of_two_namespaces_never_act_on_one(here):
+async def test_an_operator_that_runs_elsewhere_waits_for_the_same_lock(here):
     first = here.start_operator("first", lease_s=1)
     await here.up()
     registry = CollectorRegistry()
-    second, _ = another_operator(here, namespace="default", lease_namespace="others", registry=registry)
+    second, _ = another_operator(here, namespace="default", registry=registry)
 
-    def is_in_conflict():
-        return registry.get_sample_value("penstock_operator_conflict") == 1.0
+    def is_leader():
+        return registry.get_sample_value("penstock_operator_leader") == 1.0
 
-    with capture_logs() as logs:
-        running = here.group.create_task(second.run())
-        await here.until(is_in_conflict)
-        await asyncio.sleep(2)  # longer than the claim lasts
-        assert is_in_conflict(), "the first one renews it"
-        assert registry.get_sample_value("penstock_operator_leader") == 0.0
-        assert not second.is_ready()
-    said = [line for line in logs if line["event"] == "namespace_operated_by_another"]
-    assert {(line["operator_of"], line["own_namespace"]) for line in said} == {
-        ("penstock-operator", "others")
-    }
+    running = here.group.create_task(second.run())
+    await here.until(second.is_ready)
+    await asyncio.sleep(2)  # longer than the lock lasts
+    assert not is_leader(), "the first one renews it"
     first.cancel()
-    await here.until(lambda: registry.get_sample_value("penstock_operator_leader") == 1.0)
-    assert not is_in_conflict()
+    await here.until(is_leader)
     await here.up(block_size=16)
     running.cancel()

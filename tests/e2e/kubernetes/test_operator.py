@@ -10,7 +10,7 @@ import yaml
 from penstock.deploy.operator import reconciler
 from penstock.deploy.operator.cache import AUTOSCALERS, DEPLOYMENTS, KEPT, STATEFUL_SETS
 from penstock.deploy.operator.definitions import GRAPHS, ROLES
-from penstock.deploy.operator.desired import Desired
+from penstock.deploy.operator.reconciler import Desired
 from tests.e2e.kubernetes.conftest import DEFINITIONS, PAIR
 from tests.support.given_by import given_by
 from tests.support.kubernetes.faults import Faults

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.deploy.hosts.roles import ROLES
+from penstock.deploy.hosts.kubernetes_connector import ROLES
 from penstock.deploy.operator.cache import DEPLOYMENTS, KEPT
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.runtime.kubernetes import KubernetesError

@@ -7,9 +7,8 @@ import pytest
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import ReplicaState, Role
-from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
+from penstock.deploy.hosts.kubernetes_connector import ROLES, KubernetesConnector
 from penstock.deploy.hosts.planner_server import PlannerServer
-from penstock.deploy.hosts.roles import ROLES
 from penstock.planner.act.actor import Actor
 from penstock.planner.observe.stream import ObservationStream
 from tests.support.linked_hosts import identity, link

@@ -9,8 +9,8 @@ import socket
 import aiohttp
 import pytest
 
-from penstock.deploy.hosts.roles import ROLES
-from penstock.deploy.manifests.kubernetes import access
+from penstock.deploy.hosts.kubernetes_connector import ROLES
+from penstock.deploy.manifests import network
 from penstock.deploy.operator.cache import PODS
 from penstock.deploy.operator.definitions import GRAPHS
 from tests.support.given_by import given_by
@@ -240,9 +240,9 @@ async def test_a_planners_pod_scales_its_role_out_and_in_and_loses_no_stream(her
 async def test_pods_with_too_few_rights_do_not_become_ready_and_say_why(here, tmp_path, monkeypatch):
     short = [
         {**rule, "verbs": [verb for verb in rule["verbs"] if verb != "create"]}
-        for rule in access.DISCOVERY_RULES
+        for rule in network.DISCOVERY_RULES
     ]
-    monkeypatch.setattr(access, "DISCOVERY_RULES", short)
+    monkeypatch.setattr(network, "DISCOVERY_RULES", short)
 
     async def refused():
         said = 'User "system:serviceaccount:default:chat" cannot create resource "leases"'

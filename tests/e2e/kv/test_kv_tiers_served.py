@@ -29,7 +29,6 @@ async def told(site, prompts):
     return [await site.tell(prompt, max_tokens=8) for prompt in prompts]
 
 
-WRITTEN_BACK = {**PAGED, "kv": {**PAGED["kv"], "offload": "write-back"}}
 BY_LRU = {**MOCK, "kv": {**MOCK["kv"], "eviction": "lru"}}
 BLOCK = 16
 
@@ -39,7 +38,6 @@ BLOCK = 16
     [
         pytest.param(BY_LRU, id="mock-lru"),
         pytest.param(PAGED, id="paged", marks=pytest.mark.nightly),
-        pytest.param(WRITTEN_BACK, id="paged-write-back", marks=pytest.mark.nightly),
     ],
 )
 def test_histories_that_left_the_device_are_loaded_from_the_host(deploy, role):

@@ -24,7 +24,6 @@ from penstock.kv.host.host_tier import HostTier
 from penstock.kv.manager.offloader import Offloader
 from penstock.kv.namespace import Namespace
 from penstock.kv.stored_tier import StoredTier
-from penstock.seams.kv import OffloadMode, OffloadPolicy
 from penstock.testing.engines.probe import make_request
 from penstock.testing.loop import run_async
 from penstock.transfer.regions.checksum import copy_summed
@@ -44,9 +43,8 @@ SHAPE = RunnerInfo(
 class Worker:
     """An engine with tiers, restarted now and then."""
 
-    def __init__(self, host, number, path, rng, policy):
+    def __init__(self, host, number, path, rng):
         self.host, self.number, self.path = host, number, path
-        self.policy = policy
         self.disk = SickDisk(rng, BLOCK_BYTES)
         self.answers = {}
         self.counts = dict.fromkeys((Tier.HOST, Tier.DISK), (0, 0))
@@ -57,9 +55,9 @@ class Worker:
         device = DeviceBlocks.of(memory, info.kv_layout)
         slots = SlotFile(self.path, DISK_SLOTS * 4096, BLOCK_BYTES, NAMESPACE, disk=self.disk, threads=2)
         part = self.host.part(self.number)
-        host = HostTier(device, SLOTS, SIZE, part=part, namespace=NAMESPACE, offload_policy=self.policy)
+        host = HostTier(device, SLOTS, SIZE, part=part, namespace=NAMESPACE)
         host.chunk_blocks = 2
-        disk = StoredTier(slots, Tier.DISK, device, DISK_SLOTS, self.policy, chunk_bytes=3 * BLOCK_BYTES)
+        disk = StoredTier(slots, Tier.DISK, device, DISK_SLOTS, chunk_bytes=3 * BLOCK_BYTES)
         return [host, disk]
 
     async def start(self):
@@ -129,10 +127,10 @@ def prompts(rng):
     ]
 
 
-async def trial(seed, directory, policy):
+async def trial(seed, directory):
     rng = random.Random(seed)
     host = SharedHost(slots=SLOTS, block_bytes=BLOCK_BYTES)
-    workers = [Worker(host, number, directory / f"{seed}.{number}", rng, policy) for number in range(2)]
+    workers = [Worker(host, number, directory / f"{seed}.{number}", rng) for number in range(2)]
     expected = {}
     known = prompts(rng)
     async with contextlib.AsyncExitStack() as stack:
@@ -175,13 +173,13 @@ async def turns(rng, host, workers, known, expected):
             rng.choice(workers).engine.clear_cache()
 
 
-def run_trials(seeds, directory, monkeypatch, mode=OffloadMode.WRITE_THROUGH):
+def run_trials(seeds, directory, monkeypatch):
     monkeypatch.setattr("penstock.kv.manager.worth._LATE_MARGIN_S", 0.02)
     loaded = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
     corrupt = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
     preemptions = 0
     for seed in seeds:
-        for worker in run_async(trial(seed, directory, OffloadPolicy(mode=mode)), timeout_s=600):
+        for worker in run_async(trial(seed, directory), timeout_s=600):
             preemptions += worker.preemptions
             for tier, (blocks, wrong) in worker.counts.items():
                 loaded[tier] += blocks
@@ -190,10 +188,9 @@ def run_trials(seeds, directory, monkeypatch, mode=OffloadMode.WRITE_THROUGH):
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 12), marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("mode", OffloadMode)
-def test_answers_are_exact_whatever_happens_to_tiers(tmp_path, monkeypatch, mode, seeds):
+def test_answers_are_exact_whatever_happens_to_tiers(tmp_path, monkeypatch, seeds):
     """How often each tier is read depends on the machine: on a busy one more loads are late."""
-    loaded, corrupt, preemptions = run_trials(seeds, tmp_path, monkeypatch, mode)
+    loaded, corrupt, preemptions = run_trials(seeds, tmp_path, monkeypatch)
     assert min(loaded.values()) > 0
     assert min(corrupt.values()) > 0
     assert preemptions > 0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.secret import SECRET_VARIABLE
+from penstock.deploy.identity import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from tests.support.groups import TOKEN
 from tests.support.up import Up

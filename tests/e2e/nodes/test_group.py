@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import ConfigError, PenstockError, ProtocolError, Unavailable
-from penstock.deploy.nodes.follower import NodeFollower
-from penstock.deploy.nodes.leader import NodeLeader
+from penstock.deploy.nodes import NodeFollower, NodeLeader
 from penstock.runtime.handshake import Identity
 
 ARGUMENTS = {"tensor_parallel_size": 4, "seed": None}

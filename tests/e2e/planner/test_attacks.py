@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from penstock.core.types.instances import ReplicaState, Role
-from penstock.deploy.control.deployments import find_deployment
+from penstock.deploy.control.local_connector import find_deployment
 from tests.e2e.helpers.planned import command, run, serving, until
 from tests.e2e.planner.attack import Attack
 

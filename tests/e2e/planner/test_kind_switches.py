@@ -5,7 +5,7 @@ import re
 import pytest
 
 from penstock.core.types.instances import Role
-from penstock.deploy.control.deployments import find_deployment
+from penstock.deploy.control.local_connector import find_deployment
 from tests.e2e.helpers.planned import command, planner_metrics, ready, run, serving, until
 from tests.support.streams import Load
 

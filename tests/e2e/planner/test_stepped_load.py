@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from penstock.core.types.instances import Role
-from penstock.deploy.control.deployments import find_deployment
+from penstock.deploy.control.local_connector import find_deployment
 from tests.e2e.helpers.planned import command, planner_metrics, run, serving, until_ready
 from tests.support.streams import Load
 
@@ -18,9 +18,6 @@ BOUNDS = ("--max-workers", "4", "--slo-ttft", "0.2", "--slo-itl", "0.1")
 FEW = {"roles.aggregated.max_running_requests": 2}
 """Two requests at a time in each worker: twelve streams need more than four workers."""
 MOCK = ("--engine", "mock", *BOUNDS)
-PAGED = ("--demo", "--workers", "1", *BOUNDS)
-EXACT = {"roles.aggregated.weight_dtype": "float32", "roles.aggregated.replicas_max": 4}
-"""Cached prefixes change the rounding of smaller types; a machine with fewer cores takes four workers as well."""
 
 
 async def step_up_and_down(url):
@@ -39,15 +36,9 @@ async def step_up_and_down(url):
     assert alone.answers == many.answers, "tokens are those of one calm worker"
 
 
-@pytest.mark.parametrize(
-    ("engine", "settings"),
-    [
-        pytest.param(MOCK, FEW, id="mock"),
-        pytest.param(PAGED, FEW | EXACT, id="paged", marks=pytest.mark.nightly),
-    ],
-)
-def test_one_worker_to_four_and_back_in_one_life_of_a_planner(engine, settings):
-    with serving(*engine, **settings) as planned:
+def test_one_worker_to_four_and_back_in_one_life_of_a_planner():
+    """The mock engine alone: whether one real engine holds the SLO depends on what else the machine does."""
+    with serving(*MOCK, **FEW) as planned:
         run(step_up_and_down(planned.url))
         log = command("planner", "log", "-n", "1000")
         why = command("planner", "why", "aggregated")

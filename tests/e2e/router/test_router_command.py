@@ -18,9 +18,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.cli import main
+from penstock.cli import router as router_command
+from penstock.cli.router import RouterCommandConfig
 from penstock.demo import MODEL_DIR
-from penstock.deploy.commands import router as router_command
-from penstock.deploy.commands.router import RouterCommandConfig
 from penstock.deploy.state import load_admin_token
 from penstock.frontend.http.router import RoutingHttpConfig, RoutingServer
 from penstock.frontend.limits.keys import TenantConfig, hash_of

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from penstock.core.errors import RequestError
 from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR
-from penstock.deploy.processes.watched_servers import WatchedServers
+from penstock.deploy.processes.watched_server import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.frontend.http.router import RoutingHttpConfig, RoutingServer
 from penstock.frontend.route_query import RouteModel

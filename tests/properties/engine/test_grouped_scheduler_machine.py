@@ -24,7 +24,7 @@ from penstock.kv.groups.groups import KvGroups
 from penstock.kv.groups.windows import Windows
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.windows.prefixes import WindowPrefixes
-from penstock.seams.kv import KvNames, OffloadMode, OffloadPolicy
+from penstock.seams.kv import KvNames
 from tests.properties.engine.test_scheduler_machine import (
     BLOCK_SIZE,
     EOS,
@@ -201,9 +201,8 @@ class TellingTier(CellTier):
 
     num_blocks = 60
 
-    def __init__(self, cells, mode):
+    def __init__(self, cells):
         super().__init__(cells)
-        self.offload_policy = OffloadPolicy(mode=mode)
         self.events = []
         self.parents = {}
 
@@ -237,12 +236,11 @@ class GroupedTieredMachine(Grouped, TieredSchedulerMachine):
     @initialize(
         config=configs,
         windows=all_windows,
-        mode=st.sampled_from([OffloadMode.WRITE_THROUGH, OffloadMode.WRITE_THROUGH, OffloadMode.WRITE_BACK]),
     )
-    def start(self, config, windows, mode):
+    def start(self, config, windows):
         self.config, self.highs = config, {}
         pool = self.set_groups(windows, config)
-        self.tier = TellingTier(self.cells, mode)
+        self.tier = TellingTier(self.cells)
         self.timers, self.stepped = Timers(), {}
         self.kv = KvManager(pool, [self.tier], lambda: None, clock=self.timers, groups=self.groups)
         self.scheduler = Scheduler(pool, self.limits, config, eos_token_ids=[EOS], kv=self.kv)

@@ -11,7 +11,6 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from penstock.core.types.events import Tier
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.manager.manager import KvManager
-from penstock.seams.kv import OffloadPolicy
 from tests.properties.engine.test_scheduler_machine import (
     EOS,
     LIMITS,
@@ -35,7 +34,6 @@ class CellTier:
     is_off = False
     offload_room = 100
     chunk_blocks = 2
-    offload_policy = OffloadPolicy()
 
     def __init__(self, cells):
         self.cells = cells

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.errors import TransferError
-from penstock.kv.disk.records import SUFFIX
 from penstock.kv.disk.slot_file import SlotFile
+from penstock.transfer.storage.slots import SUFFIX
 from tests.support.slots import NAMESPACE, chain, content, targets
 
 SECTOR = 512

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
+from penstock.cli import serve
 from penstock.demo import MODEL_DIR
 from penstock.engine.registry import engine_names
 from penstock.graph import Graph, Roles, RoleSpec
@@ -30,7 +31,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def graph_of(*arguments: str) -> Graph:
-    return cli.serve.graph_of(cli.make_parser().parse_args(["serve", *arguments]))
+    return serve.graph_of(cli.make_parser().parse_args(["serve", *arguments]))
 
 
 def test_flags_become_a_graph() -> None:

@@ -12,7 +12,7 @@ import pytest
 from penstock.core.errors import Overloaded, PenstockError, RequestError
 from penstock.core.types.instances import Role
 from penstock.deploy.control.local_connector import LocalConnector
-from penstock.deploy.control.messages import LINE_BYTES_MAX, SOCKET_NAME, Deployment, Told
+from penstock.deploy.control.messages import LINE_BYTES_MAX, SOCKET_NAME, ControlAnswer, RunningDeployment
 from penstock.deploy.control.server import ControlServer
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.observe.stream import ObservationStream
@@ -46,7 +46,7 @@ CALLERS_MAX = 64
 @asynccontextmanager
 async def served(connector):
     with tempfile.TemporaryDirectory() as directory:
-        me = Deployment(name="suite", url="http://127.0.0.1:1", pid=1)
+        me = RunningDeployment(name="suite", url="http://127.0.0.1:1", pid=1)
         async with ControlServer(connector, ObservationStream(), Path(directory), me):
             yield Path(directory, SOCKET_NAME)
         await connector.close()
@@ -58,7 +58,7 @@ async def answer_to(path, line):
     answer = await reader.readline()
     assert await reader.read() == b"", "one answer, then the end"
     writer.close()
-    return msgspec.json.decode(answer, type=Told)
+    return msgspec.json.decode(answer, type=ControlAnswer)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ async def test_callers_without_a_whole_request_keep_nobody_out():
         first_writer.write(HALF)
         writers = [first_writer, *await half_open(path, 3 * CALLERS_MAX)]
         assert len((await LocalConnector(path, entry_s=0).scale()).replicas) == 1
-        told = msgspec.json.decode(await first.readline(), type=Told)
+        told = msgspec.json.decode(await first.readline(), type=ControlAnswer)
         assert told.error.code == "overloaded"
         assert "64 callers came after this one, whose request was not whole" in told.error.message
         for writer in writers:
@@ -159,7 +159,7 @@ async def close_without_reading(listener, answer):
         connection.sendall(answer)
 
 
-REFUSAL = msgspec.json.encode(Told(error=Overloaded("64 callers are there").to_info())) + b"\n"
+REFUSAL = msgspec.json.encode(ControlAnswer(error=Overloaded("64 callers are there").to_info())) + b"\n"
 
 
 @pytest.mark.parametrize("refusal", [b"", REFUSAL])
@@ -171,5 +171,5 @@ async def test_a_request_that_was_closed_unread_is_sent_again(refusal):
         connection, _ = await loop.sock_accept(listener)
         with connection:
             assert b'"add"' in await loop.sock_recv(connection, 1 << 16)
-            connection.sendall(msgspec.json.encode(Told(names=("worker-2",))) + b"\n")
+            connection.sendall(msgspec.json.encode(ControlAnswer(names=("worker-2",))) + b"\n")
             assert await asked == ("worker-2",)

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Location
-from penstock.deploy.location import location_here
+from penstock.deploy.identity import location_here
 from penstock.graph import build
 
 

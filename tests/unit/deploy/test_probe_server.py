@@ -6,7 +6,7 @@ import json
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.deploy.control.probe_server import ProbeServer
+from penstock.deploy.control.server import ProbeServer
 
 
 async def ask(port: int, request: bytes) -> tuple[str, dict | None]:

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.deploy.secret import SECRET_VARIABLE, deployment_secret, shared_hash_key
+from penstock.deploy.identity import SECRET_VARIABLE, deployment_secret, shared_hash_key
 from penstock.graph.runtime import RuntimeSpec
 
 SECRET = "0123456789abcdef"

@@ -16,7 +16,7 @@ from penstock.frontend.apis.bodies import CompletionRequest
 from penstock.frontend.completion import ChoiceText, Completion
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.prepare import Preprocessor, RequestMetadata
-from penstock.frontend.text.answer import TextEvent
+from penstock.frontend.text.answer import BlockKind, Blocks, BlockStep, TextEvent
 from penstock.frontend.text.models import ServedModel
 from penstock.frontend.text.parser import OutputParser, ParserPlan, format_of
 from penstock.frontend.text.tokens import Detokenizer
@@ -310,3 +310,63 @@ async def test_tokens_and_times_are_counted() -> None:
     assert registry.get_sample_value("penstock_frontend_ttft_seconds_count", label) == 1
     assert registry.get_sample_value("penstock_frontend_itl_seconds_count", label) == len(IDS) - 1
     assert registry.get_sample_value("penstock_frontend_e2e_seconds_count", label) == 1
+
+
+TALES = {
+    "hermes": (
+        "<tool_call> <think>",
+        (
+            '<think>hm</think>I look.<tool_call>{"name": "now", "arguments": {"a": "x"}}</tool_call>So it is.<think>and</think>'
+            '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>Done.'
+        ),
+    ),
+    "qwen3-coder": (
+        "<tool_call> <function= <think>",
+        (
+            "I look.<tool_call><function=now><parameter=a>x</parameter></function></tool_call>So it is.<tool_call><function=now>"
+            "</function></tool_call>Done."
+        ),
+    ),
+    "mistral": (
+        "[TOOL_CALLS] [THINK]",
+        '[THINK]hm[/THINK]I look.[TOOL_CALLS]now[ARGS]{"a": "x"} So it is.[TOOL_CALLS]now[ARGS]{} Done.',
+    ),
+    "json": ("", '{"name": "now", "parameters": {"a": "x"}}; {"name": "now", "parameters": {}} So it is.'),
+    "harmony": (
+        "<|start|>assistant<|channel|>",
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>I look.<|end|><|start|>"
+            'assistant<|channel|>commentary to=functions.now<|message|>{"a": "x"}<|call|><|start|>assistant<|channel|>final'
+            "<|message|>Done.<|end|>"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", TALES)
+def test_the_order_of_text_and_calls_does_not_depend_on_how_tokens_arrive(family: str) -> None:
+    template, tale = TALES[family]
+    ids = TOKENIZER.encode(tale).ids
+    found = []
+    for size in (1, 2, 3, 7, 20, 31, 40, len(ids)):
+        blocks = Blocks()
+        one = ChoiceText(
+            0,
+            DETOKENIZER,
+            (),
+            begins_text=True,
+            parser=OutputParser(ParserPlan(format=format_of(template), tools={"now": {}})),
+        )
+        for start in range(0, len(ids), size):
+            event = one.feed(delta(ids[start : start + size]))
+            steps = [] if event is None else list(blocks.feed(event))
+            assert all(
+                step is not BlockStep.OPENED or block.kind is not BlockKind.CALL or block.name
+                for step, block, _ in steps
+            )
+        event = one.feed(delta([END], FinishReason.STOP))
+        assert event is not None
+        list(blocks.feed(event))
+        found.append([(block.kind, block.name, block.text) for block in blocks.all])
+    assert len(found[0]) > 2
+    assert all(blocks == found[0] for blocks in found)

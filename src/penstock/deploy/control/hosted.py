@@ -8,11 +8,90 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.deploy.control.record import DeploymentRecord, read_record
+from penstock.core.files import write_whole
+from penstock.core.wire import Wire
 from penstock.deploy.group_file import end_groups, living_groups
 from penstock.deploy.state import LOCK_NAME, is_locked, orphan, runtime_directories
+
+if TYPE_CHECKING:
+    from penstock.graph import Graph
+
+
+_NAME = "deployment.json"
+
+
+class DeploymentOrigin(Wire, frozen=True):
+    """How a command started the deployment.
+
+    Attributes:
+        file: the graph's file, absolute; empty for a graph made of flags.
+        directory: where the command was run.
+        overrides: values set by flags, by dotted path.
+        part: what `--run` said; None for all.
+    """
+
+    file: str = ""
+    directory: str = ""
+    overrides: dict[str, Any] = msgspec.field(default_factory=dict)
+    part: str | None = None
+
+
+class DeploymentRecord(Wire, frozen=True):
+    """A deployment of this host.
+
+    Attributes:
+        name: the graph's.
+        pid: the supervisor's process.
+        started_s: wall-clock seconds since the epoch.
+        stop_s_max: seconds that it takes at most to drain and end.
+        log: file of what its processes print.
+        origin: None for a deployment within a program of somebody's own, which no command ends.
+        follows: for a node that follows a worker over several nodes, which one it is, as `node 1 of 2`; else empty.
+        url: of its frontends on this host; empty where there are none.
+        certificate: file of the frontends' certificate, absolute; empty where they speak HTTP.
+    """
+
+    name: str
+    pid: int
+    started_s: float
+    stop_s_max: float
+    log: str = ""
+    origin: DeploymentOrigin | None = None
+    follows: str = ""
+    url: str = ""
+    certificate: str = ""
+
+
+def unnamed_file(graph: "Graph", origin: DeploymentOrigin | None) -> str:
+    """Give the graph's file where the graph has no name, so that only its file tells it from others; else an empty string."""
+    return "" if origin is None or "name" in graph.model_fields_set else origin.file
+
+
+def keep_record(directory: Path, record: DeploymentRecord) -> None:
+    """Write a record for the commands of this host.
+
+    Raises:
+        ConfigError: the directory cannot be written, as on a full disk.
+    """
+    try:
+        write_whole(directory / _NAME, msgspec.json.encode(record))
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{directory}: cannot be written: {why}") from error
+
+
+def read_record(directory: Path) -> DeploymentRecord | None:
+    """Read it; None where there is none yet, or that of another version."""
+    try:
+        return msgspec.json.decode((directory / _NAME).read_bytes(), type=DeploymentRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+
 
 _WHOLE = "all"
 """What `--part` calls a deployment that was started without `--run`."""
@@ -153,7 +232,7 @@ def _named(each: Hosted) -> str:
     return f"{each.name}{where}" if each.is_live else f"{each.name}, which was killed"
 
 
-class Supervisor:
+class SupervisorProcess:
     """The process that holds a deployment's lock; signals reach no other process that gets its number."""
 
     def __init__(self, descriptor: int) -> None:
@@ -161,7 +240,7 @@ class Supervisor:
 
     @classmethod
     @contextmanager
-    def of(cls, found: Hosted) -> Iterator["Supervisor"]:
+    def of(cls, found: Hosted) -> Iterator["SupervisorProcess"]:
         """Open the process of a live deployment.
 
         Raises:

@@ -2,21 +2,26 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock.core.errors import Overloaded, ProtocolError, Unavailable, from_info
+from penstock.core.errors import ConfigError, Overloaded, ProtocolError, Unavailable, from_info
 from penstock.core.types.instances import Role, Scale
+from penstock.deploy.control.hosted import Hosted, choose, hosted
 from penstock.deploy.control.messages import (
     CONTROL_VERSION,
     LINE_BYTES_MAX,
+    SOCKET_NAME,
     Add,
     Apply,
-    Ask,
-    Body,
-    Deployment,
+    ControlAnswer,
+    ControlBody,
+    ControlRequest,
     Difference,
     Flip,
     GetObservation,
@@ -27,7 +32,7 @@ from penstock.deploy.control.messages import (
     ProcessView,
     Retire,
     RolloutView,
-    Told,
+    RunningDeployment,
 )
 from penstock.planner.observe.observation import Observation
 
@@ -53,7 +58,7 @@ class LocalConnector:
             path: the socket.
             entry_s: how long a call is repeated while too many callers are there; None is 5 s.
         """
-        self.deployment: Deployment | None = None
+        self.deployment: RunningDeployment | None = None
         """Who answered last."""
         self._path = path
         self._entry_s = _ENTRY_S if entry_s is None else entry_s
@@ -119,7 +124,7 @@ class LocalConnector:
     async def close(self) -> None:
         """Do nothing: no connection stays open."""
 
-    async def _ask(self, body: Body, *, answer_s: float = _ANSWER_S) -> Told:
+    async def _ask(self, body: ControlBody, *, answer_s: float = _ANSWER_S) -> ControlAnswer:
         """Send one request and return its answer; repeat it while the supervisor has no room for it.
 
         Raises:
@@ -128,7 +133,7 @@ class LocalConnector:
             ProtocolError: the answer is of another version.
             PenstockError: as the supervisor said.
         """
-        line = msgspec.json.encode(Ask(version=CONTROL_VERSION, body=body)) + b"\n"
+        line = msgspec.json.encode(ControlRequest(version=CONTROL_VERSION, body=body)) + b"\n"
         loop = asyncio.get_running_loop()
         give_up_s, pause_s = loop.time() + self._entry_s, _PAUSE_S
         while True:
@@ -163,12 +168,12 @@ class LocalConnector:
             reason = str(error) or f"no answer in {answer_s:g} s"
             raise Unavailable(f"{self._path}: no supervisor answers ({reason}); is it running?") from error
 
-    def _read(self, answer: bytes) -> Told:
+    def _read(self, answer: bytes) -> ControlAnswer:
         """Read an answer; raises as `_ask`."""
         if not answer.endswith(b"\n"):
             raise Unavailable(f"{self._path}: the supervisor ended before it answered; start it again")
         try:
-            told = msgspec.json.decode(answer, type=Told)
+            told = msgspec.json.decode(answer, type=ControlAnswer)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"{self._path}: no answer of the control channel: {error}") from error
         self.deployment = told.deployment
@@ -189,3 +194,143 @@ async def _read_line(loop: asyncio.AbstractEventLoop, connection: socket.socket)
             break
         line += part
     return bytes(line)
+
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Where commands look for a server where no deployment of this user runs on this host, and `--url` names none."""
+_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendAddress:
+    """A frontend's URL.
+
+    Attributes:
+        url: paths are appended to it.
+        name: of the deployment that was found on this host; None where `--url` names the server.
+        certificate: file of the only certificate that is trusted, of a deployment of this host; None: the usual authorities.
+        is_guess: whether it is the usual URL, as no deployment was found.
+    """
+
+    url: str
+    name: str | None = None
+    certificate: Path | None = None
+    is_guess: bool = False
+
+    def __str__(self) -> str:
+        """Name it in a message."""
+        if self.is_guess:
+            return self.url
+        return f"--url: {self.url}" if self.name is None else f"{self.name} at {self.url}"
+
+    def tls(self) -> ssl.SSLContext:
+        """Make the context of connections to it.
+
+        A certificate of this host's own deployment is trusted for itself, whatever host name it has. Else the system's authorities
+        are, or SSL_CERT_FILE, which may be the server's own certificate, whoever signed it.
+
+        Raises:
+            ConfigError: the certificate's file cannot be read.
+        """
+        if self.certificate is None:
+            context = ssl.create_default_context()
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            return context
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        try:
+            text = self.certificate.read_text(encoding="utf-8")
+            first = text[text.index(_BEGIN) : text.index(_END) + len(_END)]
+            context.load_verify_locations(cadata=first)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self}: its certificate {self.certificate} cannot be read: {error}; run as the deployment's user"
+            ) from error
+        return context
+
+
+def base_of(url: str) -> str:
+    """Give the base URL, to which paths are appended.
+
+    Raises:
+        ConfigError: `url` is no URL.
+    """
+    why = ""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        is_url, why = False, f"{error}; "
+    if not is_url:
+        raise ConfigError(f"--url: {url!r}: {why}expected a URL such as {DEFAULT_URL}")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+_FLAGS = "--name, --url or --part"
+
+
+async def find_deployment(
+    *, name: str | None = None, url: str | None = None, part: str | None = None
+) -> LocalConnector:
+    """Return a connector of the only running deployment, or of the one with this name, URL and part; it has answered.
+
+    Raises:
+        Unavailable: none runs, or none fits, or it does not answer.
+        Overloaded: it has no room for a caller.
+        ConfigError: several fit; the text names them. Or `url` is no URL.
+    """
+    asked = [each for each in _living() if each.record is not None and not each.record.follows]
+    if not asked:
+        raise Unavailable("no deployment of this user runs on this host; start one with penstock serve")
+    url = None if url is None else base_of(url)
+    found = choose(asked, name=name, url=url, part=part, flags=_FLAGS)
+    socket = found.directory / SOCKET_NAME
+    if not socket.exists():
+        raise Unavailable(f"{found.name}: has not started yet; penstock ps shows what it does")
+    connector = LocalConnector(socket)
+    await connector.scale()
+    return connector
+
+
+def find_frontend(
+    url: str | None, *, name: str | None = None, part: str | None = None, flags: str = _FLAGS
+) -> FrontendAddress:
+    """Find the frontend that a command talks to.
+
+    Args:
+        url: what `--url` says; None is the only running deployment with frontends here, or port 8000 where there is none.
+        name: the deployment's name, where several run.
+        part: which part of the deployment, where several run here.
+        flags: what the command has to choose by, for its user.
+
+    Raises:
+        Unavailable: no deployment fits, or it has no frontend on this host.
+        ConfigError: several fit; the text names them. Or `url` is no URL.
+    """
+    living = _living()
+    serving = [each for each in living if each.record is not None and each.record.url]
+    base = None if url is None else base_of(url)
+    if name is None and part is None:
+        if base is not None:
+            known = [each for each in serving if each.record is not None and each.record.url == base]
+            return FrontendAddress(base, certificate=_certificate(known[0]) if len(known) == 1 else None)
+        if not serving:
+            return FrontendAddress(DEFAULT_URL, is_guess=True)
+    try:
+        found = choose(serving, name=name, part=part, url=base, flags=flags)
+    except Unavailable:
+        other = choose(living, name=name, part=part, url=base, flags=flags)
+        raise Unavailable(
+            f"{other.name}: no frontend of it runs on this host; name one of another host by --url"
+        ) from None
+    assert found.record is not None, "it has a URL"
+    return FrontendAddress(found.record.url, name=found.name, certificate=_certificate(found))
+
+
+def _living() -> list[Hosted]:
+    return [each for each in hosted() if each.is_live]
+
+
+def _certificate(found: Hosted) -> Path | None:
+    return Path(found.record.certificate) if found.record is not None and found.record.certificate else None

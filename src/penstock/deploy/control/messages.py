@@ -17,8 +17,8 @@ LINE_BYTES_MAX = 1 << 20
 SOCKET_NAME = "control.sock"
 
 
-class Deployment(Wire, frozen=True):
-    """Who answers: the graph's name, the frontends' URL and the supervisor's process.
+class RunningDeployment(Wire, frozen=True):
+    """The deployment that answers: the graph's name, the frontends' URL and the supervisor's process.
 
     `planner_log` is the file of the planner's decisions; empty without a planner. `spans_hosts`: other hosts may run parts of it.
     """
@@ -157,21 +157,21 @@ class Kill(Wire, frozen=True, tag="kill"):
     name: str
 
 
-Body = GetScale | GetObservation | GetProcesses | GetRollout | Apply | Add | Retire | Flip | Kill
+ControlBody = GetScale | GetObservation | GetProcesses | GetRollout | Apply | Add | Retire | Flip | Kill
 
 
-class Ask(Wire, frozen=True):
-    """A request."""
+class ControlRequest(Wire, frozen=True):
+    """A request on the control socket."""
 
     version: int
-    body: Body
+    body: ControlBody
 
 
-class Told(Wire, frozen=True):
+class ControlAnswer(Wire, frozen=True):
     """An answer: `scale` to `GetScale`, `observation` to `GetObservation`, `processes` to `GetProcesses`, `differences` and `rollout` to `Apply`, `rollout` to `GetRollout`, `names` to `Add`, none to others; or `error` alone."""
 
     version: int = CONTROL_VERSION
-    deployment: Deployment | None = None
+    deployment: RunningDeployment | None = None
     scale: Scale | None = None
     names: tuple[str, ...] = ()
     error: ErrorInfo | None = None

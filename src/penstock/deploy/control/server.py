@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,8 @@ from typing import Protocol, Self, assert_never
 
 import msgspec
 
-from penstock.core.errors import Overloaded, PenstockError, ProtocolError, RequestError
+from penstock.core.errors import ConfigError, Overloaded, PenstockError, ProtocolError, RequestError
+from penstock.core.listening import Address
 from penstock.core.log import get_logger
 from penstock.deploy.control.messages import (
     CONTROL_VERSION,
@@ -20,8 +21,8 @@ from penstock.deploy.control.messages import (
     SOCKET_NAME,
     Add,
     Apply,
-    Ask,
-    Deployment,
+    ControlAnswer,
+    ControlRequest,
     Difference,
     Flip,
     GetObservation,
@@ -32,7 +33,7 @@ from penstock.deploy.control.messages import (
     ProcessView,
     Retire,
     RolloutView,
-    Told,
+    RunningDeployment,
     Versioned,
 )
 from penstock.planner.observe.stream import ObservationStream
@@ -68,7 +69,7 @@ class ControlServer:
         connector: ScalingConnector,
         observations: ObservationStream,
         directory: Path,
-        deployment: Deployment,
+        deployment: RunningDeployment,
         *,
         applier: GraphApplier | None = None,
         processes: Callable[[], tuple[ProcessView, ...]] = tuple,
@@ -137,7 +138,7 @@ class ControlServer:
         """Read one line and answer it in one; None if it does not end. The caller counts as obeyed until `held` is left."""
         if (user := _user_of(writer)) not in {os.getuid(), 0}:
             refused = RequestError(f"user {user} may not control this deployment", http_status=403)
-            return msgspec.json.encode(Told(error=refused.to_info())) + b"\n"
+            return msgspec.json.encode(ControlAnswer(error=refused.to_info())) + b"\n"
         try:
             line = await self._read_line(reader)
             if not line.endswith(b"\n"):
@@ -151,7 +152,7 @@ class ControlServer:
         except Exception as error:  # noqa: BLE001 - the caller learns of it, and others are served
             _log.error("control_request_failed", error=repr(error))
             info = PenstockError(f"the supervisor failed at this request: {error!r}").to_info()
-        return msgspec.json.encode(Told(deployment=self._deployment, error=info)) + b"\n"
+        return msgspec.json.encode(ControlAnswer(deployment=self._deployment, error=info)) + b"\n"
 
     @contextmanager
     def _place(self) -> Iterator[None]:
@@ -195,13 +196,13 @@ class ControlServer:
         finally:
             self._reading.pop(task, None)
 
-    async def _obey(self, ask: Ask) -> Told:
+    async def _obey(self, ask: ControlRequest) -> ControlAnswer:
         if isinstance(ask.body, GetScale | GetObservation | GetProcesses | GetRollout):
             return await self._look(ask.body)
         return await self._change(ask.body)
 
-    async def _look(self, body: GetScale | GetObservation | GetProcesses | GetRollout) -> Told:
-        told = Told(deployment=self._deployment)
+    async def _look(self, body: GetScale | GetObservation | GetProcesses | GetRollout) -> ControlAnswer:
+        told = ControlAnswer(deployment=self._deployment)
         match body:
             case GetScale(after=after):
                 return msgspec.structs.replace(told, scale=await self._connector.scale(after))
@@ -216,10 +217,10 @@ class ControlServer:
             case _:
                 assert_never(body)
 
-    async def _change(self, body: Apply | Add | Retire | Flip | Kill) -> Told:
+    async def _change(self, body: Apply | Add | Retire | Flip | Kill) -> ControlAnswer:
         if isinstance(body, Add | Retire | Flip):
             _check_name(body.by)
-        told = Told(deployment=self._deployment)
+        told = ControlAnswer(deployment=self._deployment)
         match body:
             case Apply(graph_json=graph_json, dry_run=dry_run):
                 applier = self._own_applier()
@@ -249,7 +250,7 @@ class ControlServer:
         return self._applier
 
 
-def _read(line: bytes) -> Ask:
+def _read(line: bytes) -> ControlRequest:
     """Read a request.
 
     Raises:
@@ -262,7 +263,7 @@ def _read(line: bytes) -> Ask:
                 f"version: the supervisor speaks version {CONTROL_VERSION} of the control channel, got {version}; use the"
                 " penstock that started it"
             )
-        return msgspec.json.decode(line, type=Ask)
+        return msgspec.json.decode(line, type=ControlRequest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"no request of the control channel: {error}") from error
 
@@ -286,3 +287,91 @@ def _user_of(writer: asyncio.StreamWriter) -> int:
     )
     user: int = _CREDENTIALS.unpack(taken)[1]
     return user
+
+
+_REQUEST_BYTES_MAX = 8 << 10
+_TIMEOUT_S = 5.0
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 503: "Service Unavailable"}
+
+
+class ProbeServer:
+    """Listens for as long as its context. One event loop owns it.
+
+    `/live` is 200 while the supervisor's event loop turns: the supervisor restarts its processes itself, so that a crashed
+    worker is no reason to end the pod. `/ready` is 200 while every process of this host is ready, else 503 with what each of
+    the others does.
+    """
+
+    def __init__(self, address: str, waits_for: Callable[[], Mapping[str, str]]) -> None:
+        """Make a server.
+
+        Args:
+            address: `tcp://HOST:PORT`.
+            waits_for: gives what each process that is not ready does, by name; empty if all are ready.
+        """
+        self._address = Address.parse(address, source="runtime.probes")
+        self._waits_for = waits_for
+        self._server: asyncio.Server | None = None
+        self._callers = 0
+        self.port = 0
+        """Where it listens, once entered."""
+
+    async def __aenter__(self) -> Self:
+        """Listen.
+
+        Raises:
+            ConfigError: the address is taken, or none of this host.
+        """
+        try:
+            self._server = await asyncio.start_server(
+                self._answer, self._address.host, self._address.port, limit=_REQUEST_BYTES_MAX
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"runtime.probes: cannot listen at {self._address}: {error.strerror or error}; choose another port"
+            ) from error
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._callers += 1
+        try:
+            if self._callers <= _CALLERS_MAX:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(self._respond(head))
+                    await writer.drain()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # whoever sends no whole request gets no answer
+        finally:
+            self._callers -= 1
+            writer.close()
+
+    def _respond(self, head: bytes) -> bytes:
+        status, body = self._judge(head.split(b"\r\n", 1)[0].split(b" "))
+        text = msgspec.json.encode(body)
+        return (
+            f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+        ).encode() + text
+
+    def _judge(self, words: list[bytes]) -> tuple[int, Mapping[str, object]]:
+        match words:
+            case [b"GET", b"/live", _]:
+                return 200, {"status": "live"}
+            case [b"GET", b"/ready", _]:
+                waits_for = self._waits_for()
+                return (
+                    (503, {"status": "unavailable", "processes": waits_for})
+                    if waits_for
+                    else (200, {"status": "ready"})
+                )
+            case [b"GET", _, _]:
+                return 404, {"error": "there is only /live and /ready"}
+        return 400, {"error": "expected GET /live or GET /ready"}

@@ -5,15 +5,109 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from penstock.core.errors import PenstockError, RequestError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Replica, ReplicaState, Role, RoleLimit, Scale
-from penstock.deploy.hosts.checks import check_serving, conflict, find, ready_roles
-from penstock.deploy.hosts.host import Host
+
+
+class Host(Protocol):
+    """A `ScalingConnector` of one host's workers. `elsewhere` names roles that ready workers of other hosts have.
+
+    A host's last worker of such a role may leave; without, it stays. Errors as of `ScalingConnector`.
+    """
+
+    async def scale(self, after: int | None = None) -> Scale: ...
+
+    async def add(
+        self, role: Role, count: int = 1, *, by: str, revision: int | None = None
+    ) -> tuple[str, ...]: ...
+
+    async def retire(
+        self,
+        names: Sequence[str],
+        *,
+        by: str,
+        revision: int | None = None,
+        elsewhere: frozenset[Role] = frozenset(),
+    ) -> None: ...
+
+    async def flip(
+        self,
+        name: str,
+        role: Role,
+        *,
+        by: str,
+        revision: int | None = None,
+        elsewhere: frozenset[Role] = frozenset(),
+    ) -> None: ...
+
+
+class Hosts(Protocol):
+    """Takes hosts as they come and go.
+
+    Attributes:
+        given_up: called with the name of each host that was lost and is no longer waited for.
+    """
+
+    given_up: Callable[[str], None]
+
+    def join(self, name: str, host: Host, scale: Scale) -> None:
+        """Take a host, whose workers are as `scale` says.
+
+        Raises:
+            PenstockError: it cannot be one of them.
+        """
+        ...
+
+    def leave(self, name: str, *, on_purpose: bool) -> None:
+        """Note that a host does not answer any more; `on_purpose`: it ends."""
+        ...
+
+    def label(self, name: str, process: str) -> str:
+        """Give the name that a host's process has among those of all hosts."""
+        ...
+
+
+def find(scale: Scale, name: str) -> Replica:
+    """Give a worker; raises RequestError (404) where there is none of this name."""
+    for replica in scale.replicas:
+        if replica.name == name:
+            return replica
+    known = ", ".join(replica.name for replica in scale.replicas)
+    raise RequestError(f"there is no worker {name!r} here; known: {known}", http_status=404)
+
+
+def ready_roles(scale: Scale, gone: set[str], *, without: str | None = None) -> frozenset[Role]:
+    """Give the roles that ready workers have once those in `gone` have left, without those whose names end in `without`."""
+    return frozenset(
+        replica.role
+        for replica in scale.replicas
+        if replica.state is ReplicaState.READY
+        and replica.name not in gone
+        and not (without and replica.name.endswith(without))
+    )
+
+
+def check_serving(scale: Scale, gone: set[str]) -> None:
+    """Check that requests are still answered without the workers in `gone`; raises RequestError (409)."""
+    serving = [
+        replica.name
+        for replica in scale.replicas
+        if replica.role is not Role.PREFILL and replica.state is ReplicaState.READY
+    ]
+    leaving = [name for name in serving if name in gone]
+    if leaving and len(leaving) == len(serving):
+        raise conflict(f"{leaving[0]} is the last worker that answers requests; add another first")
+
+
+def conflict(message: str) -> RequestError:
+    """Make the error of a change that cannot be now."""
+    return RequestError(message, http_status=409)
+
 
 _WAIT_S_MAX = 20.0
 _REASONS_MAX = 3

@@ -12,19 +12,19 @@ from penstock.core.listening import Address
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Scale
 from penstock.deploy.control.messages import Add, Flip, Retire
-from penstock.deploy.hosts.host import Host
+from penstock.deploy.hosts.connector import Host
 from penstock.deploy.hosts.messages import (
     PROTOCOL,
     SILENT_S,
-    Done,
+    HostAdmitted,
+    HostRound,
+    HostState,
+    HostWindow,
     Message,
     Order,
-    RoundTold,
-    Seen,
-    State,
-    Taken,
+    OrderDone,
 )
-from penstock.deploy.messages import Planned
+from penstock.deploy.messages import RoundCounts
 from penstock.runtime.handshake import Identity
 from penstock.runtime.observations import Window
 from penstock.runtime.session import ClientSession
@@ -53,7 +53,7 @@ class HostLink:
         name: str,
         host: Host,
         frontends: Callable[[], tuple[str, ...]],
-        tell: Callable[[Planned], None],
+        tell: Callable[[RoundCounts], None],
         rng: random.Random,
         tls: PlaneTls | None = None,
     ) -> None:
@@ -98,7 +98,7 @@ class HostLink:
     def window(self, source: str, window: Window) -> None:
         """Send a window of one of this host's processes; without a connection it is lost."""
         if self._session is not None and self._session.channel.writable:
-            self._session.channel.send(Seen(source=source, window=window))
+            self._session.channel.send(HostWindow(source=source, window=window))
 
     async def _keep_connected(self) -> None:
         pause_s, said = _RETRY_S, ""
@@ -165,7 +165,7 @@ class _Session(ClientSession[Message]):
 
     def received(self, message: Message) -> None:
         match message:
-            case Taken(error=error) if not self._taken.done():
+            case HostAdmitted(error=error) if not self._taken.done():
                 if error is None:
                     self._taken.set_result(None)
                 else:
@@ -174,7 +174,7 @@ class _Session(ClientSession[Message]):
                 order = self._group.create_task(self._obey(message), name="order")
                 self._orders.add(order)
                 order.add_done_callback(self._orders.discard)
-            case RoundTold(planned=planned) if self._taken.done():
+            case HostRound(planned=planned) if self._taken.done():
                 self._link.tell(planned)
             case _:
                 raise ProtocolError(
@@ -185,7 +185,9 @@ class _Session(ClientSession[Message]):
         number = self._sent[-1][0] + 1 if self._sent else 1
         self._sent.append((number, asyncio.get_running_loop().time()))
         if self.channel.writable:
-            self.channel.send(State(number=number, scale=scale, frontends=self._link.frontends(), host=name))
+            self.channel.send(
+                HostState(number=number, scale=scale, frontends=self._link.frontends(), host=name)
+            )
 
     async def _obey(self, order: Order) -> None:
         names: tuple[str, ...] = ()
@@ -200,7 +202,7 @@ class _Session(ClientSession[Message]):
             error = PenstockError(f"the supervisor failed at this order: {failed!r}").to_info()
         scale = await self._host.scale()
         if self.channel.is_open:
-            self.channel.send(Done(number=order.number, scale=scale, names=names, error=error))
+            self.channel.send(OrderDone(number=order.number, scale=scale, names=names, error=error))
 
     def _check_fresh(self, order: Order) -> None:
         """Refuse an order on what this host told too long ago: it lay in a buffer while one of the two did not run."""

@@ -1,20 +1,20 @@
-"""Messages between the supervisor that has the planner and those of other hosts."""
+"""Messages between the supervisor that runs the planner and the supervisors of other hosts."""
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.framing import Challenge, FrameCodec, Goodbye, Ping, Pong
 from penstock.core.types.instances import Role, Scale
 from penstock.core.wire import Wire
 from penstock.deploy.control.messages import Add, Flip, Retire
-from penstock.deploy.messages import Planned
+from penstock.deploy.messages import RoundCounts
 from penstock.runtime.handshake import Hello, HelloReply
 from penstock.runtime.observations import Window
 from penstock.runtime.session import SessionProtocol
 
 SILENT_S = 10.0
-"""A side that is silent for `SILENT_S` is lost; an order on what a host told longer ago is refused by it."""
+"""A side that is silent for `SILENT_S` is lost. A host refuses an order that rests on a state older than `SILENT_S`."""
 
 
-class State(Wire, frozen=True, tag="state"):
+class HostState(Wire, frozen=True, tag="state"):
     """A host's workers, at each change and once a second.
 
     Attributes:
@@ -28,14 +28,14 @@ class State(Wire, frozen=True, tag="state"):
     host: str = ""
 
 
-class Taken(Wire, frozen=True, tag="taken"):
-    """Answers a host's first state; `error` says why it is not taken."""
+class HostAdmitted(Wire, frozen=True, tag="taken"):
+    """Answers a host's first state; `error` says why the planner refuses the host."""
 
     error: ErrorInfo | None = None
 
 
-class Seen(Wire, frozen=True, tag="seen"):
-    """A window of one of the host's processes."""
+class HostWindow(Wire, frozen=True, tag="seen"):
+    """What one process of the host observed in one window."""
 
     source: str
     window: Window
@@ -45,7 +45,7 @@ class Order(Wire, frozen=True, tag="order"):
     """Asks a host for a change of its workers.
 
     Attributes:
-        number: names the order in `Done`.
+        number: names the order in `OrderDone`.
         state: number of the last state that the planner had from the host.
         elsewhere: roles of workers that are ready on other hosts, so that the host's own last one may go.
     """
@@ -56,8 +56,8 @@ class Order(Wire, frozen=True, tag="order"):
     elsewhere: tuple[Role, ...] = ()
 
 
-class Done(Wire, frozen=True, tag="done"):
-    """Answers an order; `scale` is how the host is after it."""
+class OrderDone(Wire, frozen=True, tag="done"):
+    """Answers an order; `scale` is the host's scale after the order."""
 
     number: int
     scale: Scale
@@ -65,14 +65,14 @@ class Done(Wire, frozen=True, tag="done"):
     error: ErrorInfo | None = None
 
 
-class RoundTold(Wire, frozen=True, tag="round"):
+class HostRound(Wire, frozen=True, tag="round"):
     """A round of the planner, for the metrics of a frontend."""
 
-    planned: Planned
+    planned: RoundCounts
 
 
 Message = (
-    Challenge | Hello | HelloReply | Taken | State | Seen | Order | Done | RoundTold
+    Challenge | Hello | HelloReply | HostAdmitted | HostState | HostWindow | Order | OrderDone | HostRound
     | Ping | Pong | Goodbye
 )  # fmt: skip
 

@@ -14,9 +14,18 @@ from penstock.core.listening import Address
 from penstock.core.log import get_logger
 from penstock.core.types.instances import ReplicaState, Role, Scale, label_problem
 from penstock.deploy.control.messages import Add, Flip, Retire
-from penstock.deploy.hosts.host import Hosts
-from penstock.deploy.hosts.messages import PROTOCOL, Done, Message, Order, RoundTold, Seen, State, Taken
-from penstock.deploy.messages import Planned
+from penstock.deploy.hosts.connector import Hosts
+from penstock.deploy.hosts.messages import (
+    PROTOCOL,
+    HostAdmitted,
+    HostRound,
+    HostState,
+    HostWindow,
+    Message,
+    Order,
+    OrderDone,
+)
+from penstock.deploy.messages import RoundCounts
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.handshake import Identity
 from penstock.runtime.session import ServerSession, SessionServer
@@ -82,13 +91,13 @@ class PlannerServer:
         """Where it listens, with the actual port once entered."""
         return self._server.address
 
-    def tell(self, planned: Planned) -> None:
+    def tell(self, planned: RoundCounts) -> None:
         """Send a round to one host with a frontend, whose metrics have it; without, it is not counted."""
         host = next((each for each in self.linked.values() if each.frontends), None)
         if host is not None:
             host.tell(self.with_refused(planned))
 
-    def with_refused(self, planned: Planned) -> Planned:
+    def with_refused(self, planned: RoundCounts) -> RoundCounts:
         """Give a round with the connections that were refused since the last one."""
         refused, self._refused = self._refused, 0
         return msgspec.structs.replace(planned, refused_hosts=refused)
@@ -98,7 +107,7 @@ class PlannerServer:
         self._refused += 1
         _log.warning("host_refused", host=host, peer=peer, error=error)
 
-    def take(self, session: "_Session", state: State) -> "LinkedHost":
+    def take(self, session: "_Session", state: HostState) -> "LinkedHost":
         """Take a host by its first state.
 
         Raises:
@@ -120,7 +129,7 @@ class PlannerServer:
         self.hear(host, state)
         return host
 
-    def hear(self, host: "LinkedHost", state: State) -> None:
+    def hear(self, host: "LinkedHost", state: HostState) -> None:
         """Take a host's state."""
         host.put(state)
         for process in host.labels.keys() - host.sources:
@@ -162,7 +171,7 @@ class PlannerServer:
 class LinkedHost:
     """A `Host` by its connection. A call ends with `Unavailable` when the connection does; it is never sent again."""
 
-    def __init__(self, name: str, channel: "FrameChannel[Message]", state: State) -> None:
+    def __init__(self, name: str, channel: "FrameChannel[Message]", state: HostState) -> None:
         """Take the host's first state."""
         self.name = name
         self.frontends: tuple[str, ...] = ()
@@ -172,7 +181,7 @@ class LinkedHost:
         self._state = state
         self._sequence = 0
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Done]] = {}
+        self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
         self._changed: set[asyncio.Future[None]] = set()
         self.put(state)
 
@@ -187,20 +196,20 @@ class LinkedHost:
         workers = self._state.scale.replicas
         return (*self.frontends, *(each.name for each in workers if each.state is ReplicaState.READY))
 
-    def put(self, state: State) -> None:
+    def put(self, state: HostState) -> None:
         """Take a newer state."""
         is_same = state.scale.sequence == self._state.scale.sequence
         self._state, self.frontends = state, state.frontends
         if not is_same:
             self._note()
 
-    def tell(self, planned: Planned) -> None:
+    def tell(self, planned: RoundCounts) -> None:
         if self._channel.writable:
-            self._channel.send(RoundTold(planned=planned))
+            self._channel.send(HostRound(planned=planned))
 
-    def answer(self, done: Done) -> None:
+    def answer(self, done: OrderDone) -> None:
         """Take the answer to an order."""
-        self._state = State(number=self._state.number, scale=done.scale, frontends=self.frontends)
+        self._state = HostState(number=self._state.number, scale=done.scale, frontends=self.frontends)
         self._note()
         waiting = self._waiting.pop(done.number, None)
         if waiting is not None and not waiting.done():
@@ -260,11 +269,11 @@ class LinkedHost:
         elsewhere: frozenset[Role] = frozenset(),
         *,
         answer_s: float = _ANSWER_S,
-    ) -> Done:
+    ) -> OrderDone:
         if not self._channel.writable:
             raise Unavailable(f"{self.name}: does not read what it is sent; look again")
         number = next(self._numbers)
-        waiting: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[OrderDone] = asyncio.get_running_loop().create_future()
         self._waiting[number] = waiting
         self._channel.send(
             Order(number=number, state=self._state.number, change=change, elsewhere=tuple(sorted(elsewhere)))
@@ -296,14 +305,14 @@ class _Session(ServerSession[Message]):
 
     def received(self, message: Message) -> None:
         match message:
-            case State() if self._host is None:
+            case HostState() if self._host is None:
                 self._on_first(message)
-            case State() if self._host is not None:
+            case HostState() if self._host is not None:
                 self._planner.hear(self._host, message)
-            case Seen(source=source, window=window) if self._host is not None:
+            case HostWindow(source=source, window=window) if self._host is not None:
                 if source in self._host.sources:
                     self._planner.observations.put(self._planner.label(self._host, source), window)
-            case Done() if self._host is not None:
+            case OrderDone() if self._host is not None:
                 self._host.answer(message)
             case _:
                 raise ProtocolError(
@@ -317,13 +326,13 @@ class _Session(ServerSession[Message]):
         if self._host is not None:
             self._planner.lose(self._host, reason, on_purpose=self.channel.said_goodbye)
 
-    def _on_first(self, state: State) -> None:
+    def _on_first(self, state: HostState) -> None:
         self.admit()
         try:
             self._host = self._planner.take(self, state)
         except PenstockError as error:
             info = error.to_info()
-            self.channel.send(Taken(error=info))
+            self.channel.send(HostAdmitted(error=info))
             self.refuse(state.host, info)
             return
-        self.channel.send(Taken())
+        self.channel.send(HostAdmitted())

@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 
 from penstock.core.errors import ConfigError
 from penstock.core.listening import Address
-from penstock.deploy.card import refuse_shape
-from penstock.deploy.drain import frontend_drain_s, worker_drain_s
+from penstock.deploy.card import frontend_drain_s, refuse_shape, worker_drain_s
+from penstock.deploy.identity import SECRET_VARIABLE
 from penstock.deploy.manifests.options import RenderOptions
-from penstock.deploy.manifests.pod_graph import LEADER_PORT, PLANNER_PORT, pods_of, workers_per_pod
-from penstock.deploy.manifests.yaml_text import dump
-from penstock.deploy.secret import SECRET_VARIABLE
+from penstock.deploy.manifests.pod_graph import LEADER_PORT, PLANNER_PORT, dump, pods_of, workers_per_pod
 from penstock.deploy.supervisor.local_part import runnable_roles
-from penstock.deploy.supervisor.resources.devices import devices_of
+from penstock.deploy.supervisor.resources import devices_of
 from penstock.graph import Graph, RoleSpec
 from penstock.perf.model.hardware import find_hardware
 

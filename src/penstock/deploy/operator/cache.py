@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from penstock.core.errors import Unavailable
 from penstock.core.log import get_logger
-from penstock.deploy.hosts.roles import ROLES
-from penstock.deploy.manifests.kubernetes.leader_worker_set import KIND as LEADER_WORKER_SET
+from penstock.deploy.hosts.kubernetes_connector import ROLES
+from penstock.deploy.manifests.workloads import KIND as LEADER_WORKER_SET
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.runtime.kubernetes import KubernetesClient, KubernetesError, Object, Pace, Reflector, Resource
 

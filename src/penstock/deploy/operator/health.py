@@ -1,11 +1,16 @@
 """How a deployment is, in words: what keeps pods from running, and what is under way."""
 
+import datetime as dt
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.core.clock import wall_time_s
 from penstock.core.types.instances import Role
-from penstock.deploy.manifests.kubernetes.deployed import FRONTEND
-from penstock.runtime.kubernetes import Object
+from penstock.deploy.hosts.kubernetes_connector import ROLES
+from penstock.deploy.manifests.deployed import FRONTEND
+from penstock.deploy.operator.cache import Copy
+from penstock.deploy.operator.definitions import GRAPHS
+from penstock.runtime.kubernetes import KubernetesClient, Object
 
 _IMAGE = {"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 _CONFIG = {"CreateContainerConfigError", "CreateContainerError"}
@@ -22,7 +27,7 @@ class Problem:
 
 
 @dataclass(slots=True)
-class Part:
+class PartHealth:
     """Frontends, one role's workers, the planner, or the endpoint picker.
 
     Attributes:
@@ -49,7 +54,7 @@ class Part:
 
 def part_of(
     name: str, workloads: Sequence[Object], pods: Iterable[Object], *, wanted: int | None = None
-) -> Part:
+) -> PartHealth:
     """Read a part's state.
 
     Args:
@@ -60,7 +65,7 @@ def part_of(
     """
     specs = [workload.get("spec") or {} for workload in workloads]
     statuses = [workload.get("status") or {} for workload in workloads]
-    part = Part(name, sum(int(spec.get("replicas", 1)) for spec in specs) if wanted is None else wanted)
+    part = PartHealth(name, sum(int(spec.get("replicas", 1)) for spec in specs) if wanted is None else wanted)
     part.ready = sum(int(status.get("readyReplicas") or 0) for status in statuses)
     part.total = sum(int(status.get("replicas") or 0) for status in statuses)
     updated = sum(int(status.get("updatedReplicas") or 0) for status in statuses)
@@ -116,18 +121,18 @@ def _ending(pod: Object) -> str:
     return f"{pod['metadata']['name']} drains"
 
 
-def conditions_of(parts: Sequence[Part]) -> dict[str, tuple[bool, str, str]]:
+def conditions_of(parts: Sequence[PartHealth]) -> dict[str, tuple[bool, str, str]]:
     """Give Ready, Progressing and Degraded as (whether, reason, message)."""
     problems = [problem for part in parts for problem in part.problems]
     return {"Ready": _ready(parts), "Progressing": _progressing(parts), "Degraded": _degraded(problems)}
 
 
-def serves(parts: Sequence[Part]) -> bool:
+def serves(parts: Sequence[PartHealth]) -> bool:
     """Whether a request would be answered."""
     return _ready(parts)[0]
 
 
-def _ready(parts: Sequence[Part]) -> tuple[bool, str, str]:
+def _ready(parts: Sequence[PartHealth]) -> tuple[bool, str, str]:
     by_name = {part.name: part for part in parts if part.is_role or part.name == FRONTEND}
     has = {name: part.ready > 0 for name, part in by_name.items()}
     if not has.get(FRONTEND):
@@ -142,7 +147,7 @@ def _ready(parts: Sequence[Part]) -> tuple[bool, str, str]:
     )
 
 
-def _progressing(parts: Sequence[Part]) -> tuple[bool, str, str]:
+def _progressing(parts: Sequence[PartHealth]) -> tuple[bool, str, str]:
     ending = [text for part in parts for text in part.ending]
     changing = [
         part for part in parts if not part.is_current or part.ready < part.wanted or part.total != part.wanted
@@ -173,10 +178,79 @@ def _degraded(problems: Sequence[Problem]) -> tuple[bool, str, str]:
     return True, sorted_[0].reason, "; ".join(_some(texts))
 
 
-def _counts(parts: Iterable[Part]) -> str:
+def _counts(parts: Iterable[PartHealth]) -> str:
     return ", ".join(f"{part.name} {part.ready}/{part.wanted}" for part in parts)
 
 
 def _some(texts: list[str]) -> list[str]:
     left = len(texts) - _NAMES_MAX
     return texts if left <= 0 else [*texts[:_NAMES_MAX], f"and {left} more"]
+
+
+Conditions = dict[str, tuple[bool, str, str]]
+_MESSAGE_CHARACTERS_MAX = 2000
+
+
+def graph_status(body: Object, parts: Sequence[PartHealth], failed: Conditions | None = None) -> Object:
+    """Make a PenstockGraph's status.
+
+    Args:
+        body: as it is, whose transition times stay where a condition does.
+        parts: all that runs as pods.
+        failed: conditions that say otherwise than the pods: the graph is wrong, or an object was refused.
+    """
+    conditions = conditions_of(parts) | (failed or {})
+    before = {each["type"]: each for each in (body.get("status") or {}).get("conditions") or ()}
+    now = dt.datetime.fromtimestamp(wall_time_s(), dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    generation = body["metadata"].get("generation", 1)
+    listed = []
+    for kind, (is_true, reason, message) in conditions.items():
+        status, old = "True" if is_true else "False", before.get(kind)
+        since = old["lastTransitionTime"] if old is not None and old["status"] == status else now
+        listed.append(
+            {
+                "type": kind, "status": status, "reason": reason, "message": message[:_MESSAGE_CHARACTERS_MAX],
+                "lastTransitionTime": since, "observedGeneration": generation,
+            }
+        )  # fmt: skip
+    workers = [part for part in parts if part.is_role]
+    return {
+        "observedGeneration": generation,
+        "workers": f"{sum(min(part.ready, part.wanted) for part in workers)}/{sum(part.wanted for part in workers)}",
+        "summary": _summary(conditions),
+        "parts": [
+            {"name": part.name, "replicas": part.wanted, "ready": part.ready, "scaledBy": part.scaled_by}
+            for part in parts
+        ],
+        "conditions": listed,
+    }
+
+
+async def write_graph_status(client: KubernetesClient, graphs: Copy, body: Object, status: Object) -> None:
+    """Write a PenstockGraph's status where it has changed, also into the copy."""
+    if body.get("status") != status:
+        graphs.wrote(await client.patch(GRAPHS, body["metadata"]["name"], {"status": status}, "status"))
+
+
+async def write_role_status(
+    client: KubernetesClient, roles: Copy, body: Object, part: PartHealth, selector: str
+) -> None:
+    """Write a PenstockRole's status where it has changed, also into the copy."""
+    status = {
+        "replicas": part.total,
+        "readyReplicas": part.ready,
+        "selector": selector,
+        "scaledBy": part.scaled_by,
+    }
+    if body.get("status") != status:
+        roles.wrote(await client.patch(ROLES, body["metadata"]["name"], {"status": status}, "status"))
+
+
+def _summary(conditions: Conditions) -> str:
+    """Choose what a person should know first."""
+    ready, progressing, degraded = (conditions[kind] for kind in ("Ready", "Progressing", "Degraded"))
+    if degraded[0]:
+        return degraded[1]
+    if progressing[0]:
+        return progressing[1]
+    return ready[1]

@@ -1,11 +1,11 @@
-"""Answers for the operator by HTTP: `/healthz`, `/readyz` and `/metrics`."""
+"""What the operator says of itself by HTTP: /healthz, /readyz, and /metrics with its metrics."""
 
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from penstock.core.errors import ConfigError
@@ -72,3 +72,33 @@ class OperatorHttp:
     async def _metrics(self, _: web.Request) -> web.Response:
         text = generate_latest(self._registry)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class OperatorMetrics:
+    """Metrics of one operator. One event loop owns them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.reconciles = Counter(
+            "penstock_operator_reconciles",
+            "Times that the operator worked on a graph, by outcome: done; failed, as the API server did not answer or refused;"
+            " crashed, by a mistake of the operator.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "penstock_operator_reconcile_seconds", "Time of each.", buckets=_SECONDS, registry=registry
+        )
+        self.queued = Gauge(
+            "penstock_operator_queued_graphs", "Graphs that wait to be worked on.", registry=registry
+        )
+        self.graphs = Gauge(
+            "penstock_operator_graphs",
+            "PenstockGraphs of the namespace, 0 while another operator acts.",
+            registry=registry,
+        )
+        self.leads = Gauge(
+            "penstock_operator_leader", "1 while this operator acts, 0 while another does.", registry=registry
+        )

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import socket
+from collections import OrderedDict
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 
@@ -13,24 +14,87 @@ from prometheus_client import CollectorRegistry
 from penstock.core.errors import Unavailable
 from penstock.core.log import cause, get_logger
 from penstock.deploy.operator.cache import ClusterCache
-from penstock.deploy.operator.http import OperatorHttp
-from penstock.deploy.operator.leading.claim import Claim
-from penstock.deploy.operator.leading.leadership import Leadership
-from penstock.deploy.operator.metrics import OperatorMetrics
+from penstock.deploy.operator.http import OperatorHttp, OperatorMetrics
+from penstock.deploy.operator.leadership import Leadership
 from penstock.deploy.operator.reconciler import Reconciler
-from penstock.deploy.operator.work_queue import WorkQueue
 from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient, Pace
+
+_PAUSE_S, _PAUSE_S_MAX = 0.5, 300.0
+
+
+class WorkQueue:
+    """A queue of names, at most one entry each. One event loop owns it."""
+
+    def __init__(
+        self, rng: random.Random, *, pause_s: float = _PAUSE_S, pause_s_max: float = _PAUSE_S_MAX
+    ) -> None:
+        """Be empty; `rng` gives jitter to pauses between `pause_s` and `pause_s_max`."""
+        self._rng = rng
+        self._pause_s, self._pause_s_max = pause_s, pause_s_max
+        self._ready: OrderedDict[str, None] = OrderedDict()
+        self._waiting: dict[str, asyncio.TimerHandle] = {}
+        self._failures: dict[str, int] = {}
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Count the names that may be worked on now."""
+        return len(self._ready)
+
+    def add(self, name: str) -> None:
+        """Have a name worked on soon: once, however often it is added before that."""
+        timer = self._waiting.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+        self._ready[name] = None
+        self._changed.set()
+
+    async def take(self) -> str:
+        """Wait for a name and take it."""
+        while not self._ready:
+            self._changed.clear()
+            await self._changed.wait()
+        name, _ = self._ready.popitem(last=False)
+        return name
+
+    def done(self, name: str, *, again_s: float | None = None) -> None:
+        """Note that work on a name succeeded; have it worked on again after `again_s`."""
+        self._failures.pop(name, None)
+        if again_s is not None:
+            self._later(name, again_s)
+
+    def failures(self, name: str) -> int:
+        """Count how often in a row work on a name has failed."""
+        return self._failures.get(name, 0)
+
+    def failed(self, name: str, *, least_s: float = 0.0) -> float:
+        """Have a name worked on again after a pause of `least_s` or more, in which `add` may come first; returns the pause in seconds."""
+        count = self._failures[name] = self._failures.get(name, 0) + 1
+        longest_s: float = min(self._pause_s * 2 ** min(count - 1, 16), self._pause_s_max)
+        pause_s = max(longest_s * self._rng.uniform(0.5, 1.0), least_s)
+        self._later(name, pause_s)
+        return pause_s
+
+    def close(self) -> None:
+        """Forget all."""
+        for timer in self._waiting.values():
+            timer.cancel()
+        self._waiting.clear()
+        self._ready.clear()
+
+    def _later(self, name: str, seconds: float) -> None:
+        if name in self._ready:
+            return
+        timer = self._waiting.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+        self._waiting[name] = asyncio.get_running_loop().call_later(seconds, self.add, name)
+
 
 _CALL_S = 10.0
 _RESYNC_S = 600.0
 _FAILURES_SAID = 4
 """So many in a row, within about 8 s, are said in the graph's status: fewer pass by themselves."""
 _log = get_logger()
-
-
-def lease_name(namespace: str) -> str:
-    """Name the Lease of the operators of a namespace: those of several may have one namespace themselves."""
-    return f"penstock-operator-{namespace}"
 
 
 class Operator:
@@ -45,7 +109,6 @@ class Operator:
         lease_s: float = 15.0,
         pace: Pace | None = None,
         resync_s: float = _RESYNC_S,
-        lease_access: KubernetesAccess | None = None,
         registry: CollectorRegistry | None = None,
     ) -> None:
         """Do nothing yet.
@@ -57,24 +120,13 @@ class Operator:
             lease_s: a leader that is silent for so long is replaced.
             pace: of watches.
             resync_s: every graph is applied again so often, whatever watches told.
-            lease_access: the API server for the Lease, which is in its namespace; None is `access`.
             registry: of metrics; None for one of its own.
         """
         self._metrics = OperatorMetrics(registry or CollectorRegistry())
-        self._lease_client = KubernetesClient(lease_access or access, timeout_s=_CALL_S)
         self._client = KubernetesClient(access, timeout_s=_CALL_S)
         self._rng = rng
         self._identity = identity or f"{socket.gethostname()}-{os.getpid()}-{rng.getrandbits(32):08x}"
-        self._leadership = Leadership(
-            self._lease_client, lease_name(access.namespace), self._identity, duration_s=lease_s, rng=rng
-        )
-        self._claim = Claim(
-            self._client,
-            self._lease_client.namespace,
-            duration_s=lease_s,
-            rng=rng,
-            on_conflict=self._metrics.conflict.set,
-        )
+        self._leadership = Leadership(self._client, self._identity, duration_s=lease_s, rng=rng)
         self._pace = pace or Pace(probe_s=30.0, retry_s=0.2, retry_s_max=10.0)
         self._resync_s = resync_s
         self._is_blind = False
@@ -82,25 +134,12 @@ class Operator:
 
     async def run(self) -> None:
         """Wait for the lead, and operate while this process has it, until cancelled."""
-        async with self._client, self._lease_client:
-            await self._leadership.run(self._operate_claimed)
+        async with self._client:
+            await self._leadership.run(self._operate)
 
     def is_ready(self) -> bool:
         """Whether the API server has answered lately, and shown all that is to be operated where this process leads."""
         return self._leadership.has_answered() and not self._is_blind
-
-    async def _operate_claimed(self) -> None:
-        """Operate while no operator of another namespace does."""
-        while True:
-            self._is_blind = True
-            try:
-                await self._claim.acquire()
-                async with asyncio.TaskGroup() as group:
-                    operating = group.create_task(self._operate())
-                    await self._claim.keep()
-                    operating.cancel()
-            finally:
-                self._is_blind = False
 
     async def _operate(self) -> None:
         queue = WorkQueue(self._rng)
@@ -164,14 +203,11 @@ class Operator:
             _log.warning("status_not_written", graph=name, **cause(second))
 
 
-async def run_operator(
-    access: KubernetesAccess, *, lease_access: KubernetesAccess, lease_s: float, listen: str | None
-) -> None:
+async def run_operator(access: KubernetesAccess, *, lease_s: float, listen: str | None) -> None:
     """Operate until SIGTERM or SIGINT, and give up the lead then, so that another operator goes on at once.
 
     Args:
         access: the API server; its namespace is operated.
-        lease_access: the same, for the Lease in its namespace.
         lease_s: a leader that is silent for so long is replaced.
         listen: `tcp://HOST:PORT` of probes and metrics; None for none.
 
@@ -182,9 +218,7 @@ async def run_operator(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     registry = CollectorRegistry()
-    operator = Operator(
-        access, rng=random.Random(), lease_s=lease_s, lease_access=lease_access, registry=registry
-    )
+    operator = Operator(access, rng=random.Random(), lease_s=lease_s, registry=registry)
     async with AsyncExitStack() as stack:
         if listen is not None:
             http = await stack.enter_async_context(OperatorHttp(listen, registry, operator.is_ready))

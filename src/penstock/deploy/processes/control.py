@@ -10,14 +10,14 @@ from penstock.core.types.instances import Role
 from penstock.deploy.messages import (
     WINDOW_S,
     Assignment,
-    Beat,
     ChangeRole,
     Drain,
-    News,
     Observed,
-    Planned,
     ProcessFailed,
+    ProcessHeartbeat,
+    ProcessOrder,
     Report,
+    RoundCounts,
 )
 from penstock.runtime.observations import Window
 
@@ -25,7 +25,7 @@ _RECEIVE_BYTES = 65536
 _UNSENT_BYTES_MAX = 1 << 20
 """More is dropped: the supervisor has read nothing for thousands of reports."""
 _LAST_WORDS_S = 5.0
-_news: msgspec.json.Decoder[News] = msgspec.json.Decoder(News)
+_news: msgspec.json.Decoder[ProcessOrder] = msgspec.json.Decoder(ProcessOrder)
 
 
 class Control:
@@ -33,11 +33,11 @@ class Control:
 
     def __init__(self, supervisor: socket.socket) -> None:
         """Talk over a connected socket."""
-        self.pulse: Callable[[], Beat] = Beat
+        self.pulse: Callable[[], ProcessHeartbeat] = ProcessHeartbeat
         """Makes the next heartbeat."""
         self.on_process_failed: Callable[[ProcessFailed], None] = lambda _failure: None
         """Called for each failure of another process."""
-        self.on_planned: Callable[[Planned], None] = lambda _planned: None
+        self.on_planned: Callable[[RoundCounts], None] = lambda _planned: None
         """Called for each round of the planner."""
         self.on_change_role: Callable[[Role], None] = lambda _role: None
         """Called when the supervisor asks for a change of role."""
@@ -114,7 +114,7 @@ class Control:
             match _news.decode(line):
                 case ProcessFailed() as failure:
                     self.on_process_failed(failure)
-                case Planned() as planned:
+                case RoundCounts() as planned:
                     self.on_planned(planned)
                 case ChangeRole(role=role):
                     self.on_change_role(role)

@@ -4,27 +4,211 @@ import asyncio
 import gc
 import random
 import signal
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from penstock.deploy.location import location_here
-from penstock.deploy.messages import Assignment, FrontendJob, Ready, Tell
+from penstock import __version__
+from penstock.core.clock import wall_time_s
+from penstock.core.errors import ConfigError
+from penstock.core.types.requests import TraceContext
+from penstock.deploy.identity import location_here
+from penstock.deploy.messages import Assignment, FrontendJob, Ready, RoundCounts, Tell
 from penstock.deploy.planes import Planes
 from penstock.deploy.processes.control import Control
-from penstock.deploy.processes.planner_metrics import PlannerMetrics
 from penstock.deploy.processes.supervisor_client import SupervisorClient
-from penstock.deploy.processes.tracing import tracing
 from penstock.frontend.apis.responses_store import SharedResponses
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
 from penstock.frontend.limits.tenants import ApiAccess, TenantKeys, share_limits
 from penstock.graph import Graph
 from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.runtime import spans
+from penstock.runtime.config import TracingConfig
 from penstock.runtime.handshake import Identity
 from penstock.runtime.observations import RequestRecorder, RequestWindow
+
+_TIMEOUT_S = 3.0
+"""Longest time for one batch; and for what is left at the end."""
+
+
+class OpenTelemetry:
+    """A `runtime.spans.SpanRecorder` by OpenTelemetry's SDK. One event loop owns it, and gives its times."""
+
+    def __init__(self, config: TracingConfig, service: str, process: str) -> None:
+        """Start the exporter's thread.
+
+        Raises:
+            ConfigError: the extra `otel` is not installed.
+        """
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+            from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+            from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+            from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased  # noqa: PLC0415
+            from opentelemetry.trace import SpanKind, Status, StatusCode  # noqa: PLC0415
+            from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
+                TraceContextTextMapPropagator,
+            )
+        except ImportError as error:
+            raise ConfigError(
+                f"tracing: {error.name or error} is not installed; pip install 'penstock-llm[otel]', or leave tracing out"
+            ) from error
+        resource = Resource.create(
+            {"service.name": service, "service.version": __version__, "service.instance.id": process}
+        )
+        self._provider = TracerProvider(
+            resource=resource, sampler=ParentBased(TraceIdRatioBased(config.sample_share))
+        )
+        exporter = OTLPSpanExporter(endpoint=f"{config.endpoint.rstrip('/')}/v1/traces", timeout=_TIMEOUT_S)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self.tracer = self._provider.get_tracer("penstock", __version__)
+        self.propagator = TraceContextTextMapPropagator()
+        self.kinds = (SpanKind.INTERNAL, SpanKind.SERVER)
+        self.failed: Callable[[str], Any] = lambda why: Status(StatusCode.ERROR, why)
+        self._offset_s = wall_time_s() - asyncio.get_running_loop().time()
+
+    def begin(
+        self, name: str, parent: TraceContext | None, at_s: float, *, is_server: bool = False
+    ) -> "RecordedSpan | None":
+        """Begin a span; None where its trace is not sampled."""
+        context = None if parent is None else self.propagator.extract(parent.headers())
+        span = self.tracer.start_span(
+            name, context=context, kind=self.kinds[is_server], start_time=self.nanoseconds(at_s)
+        )
+        return RecordedSpan(self, span) if span.is_recording() else None
+
+    def nanoseconds(self, loop_s: float) -> int:
+        """Convert a loop time to nanoseconds since the epoch."""
+        return int((loop_s + self._offset_s) * 1e9)
+
+    def close(self) -> None:
+        """Send what is left, and end the thread; gives up after some seconds."""
+        self._provider.force_flush(int(_TIMEOUT_S * 1e3))
+        self._provider.shutdown()
+
+
+class RecordedSpan:
+    """A span of OpenTelemetry's SDK."""
+
+    def __init__(self, recorder: OpenTelemetry, span: Any) -> None:
+        self._recorder = recorder
+        self._span = span
+
+    @property
+    def trace(self) -> TraceContext:
+        """What spans within it have as their parent."""
+        context = self._span.get_span_context()
+        return TraceContext(
+            traceparent=f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        )
+
+    def end(self, at_s: float, attributes: spans.Attributes, *, error: str = "") -> None:
+        """End it; `error` says why it failed."""
+        self._span.set_attributes(dict(attributes))
+        if error:
+            self._span.set_status(self._recorder.failed(error))
+        self._span.end(end_time=self._recorder.nanoseconds(at_s))
+
+
+@asynccontextmanager
+async def tracing(config: TracingConfig | None, service: str, process: str) -> AsyncIterator[None]:
+    """Record this process's spans within the block, if the graph says where they go.
+
+    Raises:
+        ConfigError: the extra `otel` is not installed.
+    """
+    if config is None:
+        yield
+        return
+    recorder = OpenTelemetry(config, service, process)
+    spans.install(recorder)
+    try:
+        yield
+    finally:
+        spans.install(None)
+        await asyncio.to_thread(recorder.close)
+
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class PlannerMetrics:
+    """Metrics of one deployment's planner. One event loop owns them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(noun: str, text: str, *labels: str) -> Gauge:
+            return Gauge(
+                f"penstock_planner_{noun}",
+                text,
+                labels,
+                registry=registry,
+                multiprocess_mode="livemostrecent",  # of several frontends, one is told
+            )
+
+        self._rounds = Counter(
+            "penstock_planner_rounds",
+            "Rounds by what came of them: changed, kept, held, refused, dry_run, blind, failed.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._changes = Counter(
+            "penstock_planner_changes",
+            "Workers that the planner began to add, retire or flip.",
+            ["change"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "penstock_planner_round_seconds", "Time of a round.", buckets=_SECONDS, registry=registry
+        )
+        self._lost = Counter(
+            "penstock_planner_lost_log_lines", "Rounds that the log could not keep.", registry=registry
+        )
+        self._refused = Counter(
+            "penstock_planner_refused_hosts",
+            "Connections of hosts that the planner refused, such as one with another secret; its log says why.",
+            registry=registry,
+        )
+        self._wanted = gauge("wanted_workers", "Workers that the planner aims at.", "role")
+        self._have = gauge("workers", "Workers that serve, or start in time.", "role")
+        self._forecast = gauge("forecast", "Mean that is expected of a series of the demand.", "series")
+        self._high = gauge("forecast_high", "Upper edge of that expectation, for which is planned.", "series")
+        self._error = gauge("forecast_error", "Mean absolute error of the forecast of late.", "series")
+        self._watts = gauge("gpu_watts", "What the GPUs of a role's workers draw, by NVML.", "role")
+        self._utilization = gauge(
+            "gpu_utilization", "Mean share of the time in which they compute, 0 to 1.", "role"
+        )
+        self._shortfall = gauge("shortfall", "1 if the SLO is not expected to hold with what may run.")
+
+    def take(self, planned: RoundCounts) -> None:
+        """Count a round."""
+        self._rounds.labels(planned.outcome).inc()
+        self._seconds.observe(planned.seconds)
+        self._lost.inc(planned.lost)
+        self._refused.inc(planned.refused_hosts)
+        for change, count in planned.changes.items():
+            self._changes.labels(change).inc(count)
+        if planned.outcome == "failed":
+            return
+        for role, count in planned.have.items():
+            self._have.labels(role).set(count)
+        for role, count in planned.wanted.items():
+            self._wanted.labels(role).set(count)
+        for role, watts in planned.gpu_watts.items():
+            self._watts.labels(role).set(watts)
+        for role, share in planned.gpu_utilization.items():
+            self._utilization.labels(role).set(share)
+        for each in planned.expected:
+            self._forecast.labels(each.series).set(each.mean)
+            self._high.labels(each.series).set(each.high)
+            if each.mean_error is not None:
+                self._error.labels(each.series).set(each.mean_error)
+        self._shortfall.set(planned.has_shortfall)
+
 
 GC_THRESHOLDS = (10_000, 20, 20)
 """Python's own first threshold of 700 objects has the collector look at the objects of all requests in flight every second request: 4 % of

@@ -21,10 +21,18 @@ import uvloop
 
 from penstock.core import log
 from penstock.core.errors import PenstockError
-from penstock.deploy.causes import cause_of
-from penstock.deploy.messages import Assignment, FollowerJob, FrontendJob, Ready, Report, Tell, WorkerJob
+from penstock.deploy.messages import (
+    Assignment,
+    FollowerJob,
+    FrontendJob,
+    Ready,
+    Report,
+    Tell,
+    WorkerJob,
+    cause_of,
+    report_of,
+)
 from penstock.deploy.processes.control import Control
-from penstock.deploy.processes.report import report_of
 
 EXIT_FAILED = 1
 EXIT_WRONG_CONFIG = 2
@@ -129,7 +137,7 @@ async def _run(assignment: Assignment, control: Control, tell: Tell) -> None:
 
                 await run_frontend(assignment, job, stopping, tell, control)
             case FollowerJob() as job:
-                from penstock.deploy.processes.nodes.follower_process import run_follower  # noqa: PLC0415
+                from penstock.deploy.processes.nodes import run_follower  # noqa: PLC0415
 
                 await run_follower(assignment, job, stopping, tell)
         beating.cancel()

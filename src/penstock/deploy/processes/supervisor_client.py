@@ -15,7 +15,7 @@ from penstock.frontend.watch.overview import (
     RoleTermView,
     WorkerSpeed,
 )
-from penstock.graph.slo import Slo
+from penstock.graph.graph import Slo
 from penstock.planner.explain import entries
 from penstock.planner.observe.observation import Observation, WorkerView
 

@@ -15,25 +15,25 @@ from penstock.core.listening import Address
 from penstock.core.log import get_logger
 from penstock.core.types.instances import BecomeRole, Distance, Location, Prices, Role
 from penstock.core.types.kv import KvReport
-from penstock.deploy.location import location_here
+from penstock.deploy.identity import location_here
 from penstock.deploy.messages import (
     Assignment,
-    Beat,
     Closing,
-    Common,
     Health,
-    Phase,
+    ProcessHeartbeat,
+    ProcessSettings,
     Ready,
-    RoleChanged,
+    StartPhase,
     Tell,
     WorkerJob,
+    WorkerRoleChanged,
+    report_of,
 )
 from penstock.deploy.planes import Planes
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.engine_spec import engine_spec
-from penstock.deploy.processes.nodes.group import gather_nodes
-from penstock.deploy.processes.report import report_of
-from penstock.deploy.processes.tracing import tracing
+from penstock.deploy.processes.frontend_process import tracing
+from penstock.deploy.processes.nodes import gather_nodes
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine, engine_kind
@@ -87,7 +87,7 @@ async def run_worker(
         tracing(graph.tracing, "penstock-worker", name),
         planes,
     ):
-        tell(Phase(what="loads the engine"))
+        tell(StartPhase(what="loads the engine"))
         spec = dataclasses.replace(spec, nodes=gathered.nodes)
         engine = create_engine(role.engine, spec)
         worker = Worker(
@@ -145,7 +145,7 @@ def _place_of(graph: Graph, job: WorkerJob) -> tuple[RoleSpec, Location, Distanc
     return role, Location(region=region.name), said
 
 
-def _listening(common: Common, job: WorkerJob) -> Common:
+def _listening(common: ProcessSettings, job: WorkerJob) -> ProcessSettings:
     """Have the worker listen for requests on its own port, where it has one."""
     if not job.ports:
         return common
@@ -153,7 +153,7 @@ def _listening(common: Common, job: WorkerJob) -> Common:
     return msgspec.structs.replace(common, listen=str(address))
 
 
-def _transfer_agent(graph: Graph, job: WorkerJob, name: str, common: Common) -> TransferAgent:
+def _transfer_agent(graph: Graph, job: WorkerJob, name: str, common: ProcessSettings) -> TransferAgent:
     """Create the KV transfer agent; it is idle until the first KV transfer, unless the role is prefill or decode.
 
     It listens where the worker does, unless the graph says where.
@@ -217,7 +217,7 @@ def _gpu_meter(spec: EngineSpec, role: RoleSpec, first: int) -> GpuMeter | None:
 
 def _note_role(worker: Worker, tell: Tell, role: Role) -> None:
     worker.recorder.begin(role)
-    tell(RoleChanged(role=role))
+    tell(WorkerRoleChanged(role=role))
 
 
 def _change_role(worker: Worker, first: Role, tell: Tell, role: Role) -> None:
@@ -226,7 +226,7 @@ def _change_role(worker: Worker, first: Role, tell: Tell, role: Role) -> None:
     def answer(outcome: PenstockError | KvReport | None) -> None:
         if isinstance(outcome, PenstockError):
             kept = first if worker.instance is None else worker.instance.role
-            tell(RoleChanged(role=kept, problem=outcome.to_info()))
+            tell(WorkerRoleChanged(role=kept, problem=outcome.to_info()))
 
     worker.change(BecomeRole(role=role), answer)
 
@@ -237,9 +237,9 @@ def _tell_closing(tell: Tell, cause: BaseException | None) -> None:
     tell(Closing())
 
 
-def pulse(engine: Engine) -> Beat:
+def pulse(engine: Engine) -> ProcessHeartbeat:
     load = engine.load()
-    return Beat(steps=load.steps, has_requests=load.running_requests + load.waiting_requests > 0)
+    return ProcessHeartbeat(steps=load.steps, has_requests=load.running_requests + load.waiting_requests > 0)
 
 
 async def _stop_when(stopping: asyncio.Event, worker: Worker) -> None:

@@ -7,13 +7,104 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
-from penstock.deploy.group_file import kill_groups, remove_unused
-from penstock.deploy.messages import Assignment, FrontendJob, News, Report
-from penstock.deploy.supervisor.group_guard import GroupGuard
-from penstock.deploy.supervisor.output.process_output import ProcessOutput, Source
+from penstock.core.log import get_logger
+from penstock.deploy import group_file
+from penstock.deploy.group_file import keep_groups, kill_groups, remove_unused, start_of
+from penstock.deploy.messages import Assignment, FrontendJob, ProcessOrder, Report
+from penstock.deploy.supervisor.output import OutputSource, ProcessOutput
+
+_AGAIN_S = 1.0
+_log = get_logger()
+
+
+class GroupGuard:
+    """The guard of one deployment. It runs within its context and is restarted when it ends. One event loop owns it."""
+
+    def __init__(self) -> None:
+        """Create the guard; entering its context starts it."""
+        self._groups: dict[int, int | None] = {}
+        """Start time of each group's leader."""
+        self.directory: Path | None = None
+        """Where the groups are written too, for `penstock down` after a kill of this process and of the guard; None: nowhere."""
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks = asyncio.TaskGroup()
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._process = await _start()
+        await self._tasks.__aenter__()
+        self._keeping = self._tasks.create_task(self._keep())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._keeping is not None, "entered"
+        self._keeping.cancel()
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            await self._end()
+
+    @property
+    def pid(self) -> int | None:
+        """The guard's process id; None while it restarts."""
+        return None if self._process is None else self._process.pid
+
+    def add(self, group: int) -> None:
+        """Kill a process group if this process ends before `remove`."""
+        self._groups[group] = start_of(group)
+        self._write(f"+{group}\n")
+        self._keep_file()
+
+    def remove(self, group: int) -> None:
+        """Forget a group that has ended."""
+        self._groups.pop(group, None)
+        self._write(f"-{group}\n")
+        self._keep_file()
+
+    def _keep_file(self) -> None:
+        if self.directory is not None:
+            keep_groups(self.directory, self._groups)
+
+    async def _keep(self) -> None:
+        while True:
+            if self._process is not None:
+                await self._process.wait()
+                _log.warning("group_guard_ended", status=self._process.returncode)
+                self._process = None
+            await asyncio.sleep(_AGAIN_S)
+            with contextlib.suppress(OSError):  # no process or memory available now
+                self._process = await _start()
+            self._write("".join(f"+{group}\n" for group in sorted(self._groups)))
+
+    def _write(self, lines: str) -> None:
+        if self._process is not None and self._process.stdin is not None and lines:
+            self._process.stdin.write(lines.encode("ascii"))
+
+    async def _end(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await self._process.wait()
+            self._process = None
+
+
+async def _start() -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-I",
+        "-S",
+        str(Path(group_file.__file__)),
+        stdin=asyncio.subprocess.PIPE,
+        preexec_fn=os.setpgrp,  # against signals to this process's group; no session of its own, see `Child.spawn`
+    )
+
 
 _REPORT_BYTES_MAX = 1 << 20
 _NEWS_BYTES_MAX = 1 << 16
@@ -40,7 +131,7 @@ class Child:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         guard: GroupGuard,
-        source: Source,
+        source: OutputSource,
     ) -> None:
         self._process = process
         self._reader = reader
@@ -139,7 +230,7 @@ class Child:
                     await self._writer.wait_closed()
         return status
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: ProcessOrder) -> None:
         """Send a message; ignored if the socket is closed or full."""
         if self._writer.transport.get_write_buffer_size() < _NEWS_BYTES_MAX:
             self._writer.write(msgspec.json.encode(news) + b"\n")
@@ -209,3 +300,74 @@ def describe_status(status: int) -> str:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"killed by signal {-status}"
+
+
+class SpareProcesses:
+    """The spare processes of one deployment; all end with its context. One event loop owns it."""
+
+    def __init__(self, count: int, imports: Sequence[str], guard: GroupGuard, output: ProcessOutput) -> None:
+        """Create the pool; `refill` starts the processes.
+
+        Args:
+            count: number of spare processes.
+            imports: modules that each imports.
+            guard: kills them if this process dies first.
+            output: takes what they print.
+        """
+        self._count = count
+        self._imports = tuple(imports)
+        self._guard = guard
+        self._output = output
+        self._waiting: list[Child] = []
+        self._starting = 0
+        self._tasks = asyncio.TaskGroup()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._running:
+            task.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    def __len__(self) -> int:
+        """Count spare processes, ready or importing."""
+        return len(self._waiting)
+
+    def refill(self) -> None:
+        """Start missing spare processes. Call it when no other process starts: imports keep a core busy for seconds."""
+        for _ in range(self._count - len(self._waiting) - self._starting):
+            self._starting += 1
+            task = self._tasks.create_task(self._keep())
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def start(self, assignment: Assignment) -> Child:
+        """Assign a spare process to a worker, or start a new one."""
+        while self._waiting:
+            child = self._waiting.pop(0)
+            if not child.has_ended:
+                child.assign(assignment)
+                return child
+        return await Child.start(assignment, self._guard, self._output)
+
+    async def _keep(self) -> None:
+        try:
+            child = await Child.spare(self._guard, self._output, self._imports)
+        except OSError as error:
+            _log.warning("spare_not_started", error=str(error), effect="restarts take as long as starts")
+            return
+        finally:
+            self._starting -= 1
+        self._waiting.append(child)
+        try:
+            await child.wait()
+        finally:
+            if child in self._waiting:
+                self._waiting.remove(child)
+                child.kill_at_once()
+                await child.wait()

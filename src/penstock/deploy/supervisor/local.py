@@ -1,58 +1,227 @@
 """A deployment on this machine: the supervisor, which runs the hub, with frontends and workers as child processes."""
 
 import asyncio
+import ipaddress
 import itertools
 import os
+import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, RequestError
+from penstock.core.listening import Address
 from penstock.core.types.instances import Role
-from penstock.deploy.card import check_model, served_name
-from penstock.deploy.causes import cause_of
-from penstock.deploy.control.messages import Deployment, ProcessView
-from penstock.deploy.control.probe_server import ProbeServer
-from penstock.deploy.control.record import DeploymentRecord, Origin, keep_record, unnamed_file
-from penstock.deploy.control.server import ControlServer
-from penstock.deploy.drain import frontend_drain_s, worker_drain_s
-from penstock.deploy.messages import Assignment, Common, Job, WorkerJob
-from penstock.deploy.state import OUTPUT_LOG, PLANNER_LOG, load_admin_token, state_dir
-from penstock.deploy.supervisor.child import Child
-from penstock.deploy.supervisor.common import create_shared
-from penstock.deploy.supervisor.frontends.frontends import Frontends
-from penstock.deploy.supervisor.frontends.port import Port, say_open
-from penstock.deploy.supervisor.group_guard import GroupGuard
-from penstock.deploy.supervisor.links.links import Links, LinkTemplate, check_links, link_templates
+from penstock.deploy.card import check_model, frontend_drain_s, served_name, worker_drain_s
+from penstock.deploy.control.hosted import DeploymentOrigin, DeploymentRecord, keep_record, unnamed_file
+from penstock.deploy.control.messages import ProcessView, RunningDeployment
+from penstock.deploy.control.server import ControlServer, ProbeServer
+from penstock.deploy.identity import deployment_secret, has_secret, location_here, shared_hash_key
+from penstock.deploy.messages import Assignment, Job, ProcessSettings, WorkerJob, cause_of
+from penstock.deploy.planes import Planes
+from penstock.deploy.state import (
+    OUTPUT_LOG,
+    PLANNER_LOG,
+    RuntimeDirectory,
+    load_admin_token,
+    load_hash_key,
+    state_dir,
+)
+from penstock.deploy.supervisor.applier import Applier
+from penstock.deploy.supervisor.child import Child, GroupGuard, SpareProcesses
+from penstock.deploy.supervisor.frontends import FrontendProcesses, Port, say_open
+from penstock.deploy.supervisor.links import Links, LinkTemplate, check_links, link_templates
 from penstock.deploy.supervisor.local_part import LocalPart, roles_here, runnable_roles
-from penstock.deploy.supervisor.member import Member
-from penstock.deploy.supervisor.output.log_file import LogFile
-from penstock.deploy.supervisor.output.process_output import ProcessOutput
-from penstock.deploy.supervisor.planner_place import PlannerPlace, planner_place
-from penstock.deploy.supervisor.planning import Planning, make_planning
-from penstock.deploy.supervisor.resources.devices import Devices, count_devices
-from penstock.deploy.supervisor.resources.host_arena import HostArena
-from penstock.deploy.supervisor.resources.ports import PortRange, Ports
-from penstock.deploy.supervisor.resources.process_cores import ProcessCores, expect_cores, usable_cores
-from penstock.deploy.supervisor.rollout.applier import Applier
-from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
-from penstock.deploy.supervisor.scaling.room import Room
-from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
-from penstock.deploy.supervisor.scaling.template import WorkerTemplate, read_model
-from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
-from penstock.deploy.supervisor.spares import SpareProcesses
+from penstock.deploy.supervisor.member import ProcessMember, tick_s
+from penstock.deploy.supervisor.output import LogFile, ProcessOutput
+from penstock.deploy.supervisor.planning import PlannerPlace, Planning, make_planning, planner_place
+from penstock.deploy.supervisor.resources import (
+    Devices,
+    HostArena,
+    PortRange,
+    Ports,
+    ProcessCores,
+    count_devices,
+    expect_cores,
+    usable_cores,
+)
+from penstock.deploy.supervisor.scale_file import ScaleFile
+from penstock.deploy.supervisor.template import WorkerTemplate, read_model
+from penstock.deploy.supervisor.worker_pool import LocalWorkerPool, PoolWorker, WorkerCapacity
 from penstock.engine.registry import engine_kind
 from penstock.frontend.http.server import ServerTls
 from penstock.frontend.limits.keys import API_KEY_VARIABLE, read_tenants, stored_digest
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import say_empty, say_small_kv
+from penstock.graph.runtime import RuntimeSpec
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.discovery.local import LocalHub
+from penstock.runtime.handshake import Identity
+from penstock.runtime.kubernetes import KubernetesAccess
 from penstock.runtime.observations import Window
+from penstock.runtime.tls import PlaneTls
+
+_RESOLVE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """What all processes of this host share, and the hub where this host has one."""
+
+    common: ProcessSettings
+    hub: LocalHub | None
+
+
+async def create_shared(
+    graph: Graph, stack: AsyncExitStack, *, log_level: str, admin_token: str
+) -> SharedState:
+    """Create it; `stack` ends it.
+
+    Raises:
+        ConfigError: a secret is missing, a file is unreadable, an address cannot be listened on, or a name cannot be resolved
+            or used.
+        Unavailable: the registry of another host does not answer or refuses this one.
+    """
+    spec = graph.runtime
+    secret = deployment_secret(spec)
+    listen, advertise = worker_address(spec)
+    location_here(graph.router.location)  # said before anything starts
+    await _expect_resolvable("runtime.advertise", advertise)
+    transfer = graph.worker.kv_transfer.transfer
+    await _expect_resolvable("worker.kv_transfer.transfer.advertise", transfer.advertise or "")
+    is_shared = spec.spans_hosts or spec.leader is not None or (bool(graph.regions) and has_secret(spec))
+    hash_key = shared_hash_key(secret, graph.name) if is_shared else load_hash_key(state_dir(graph.name))
+    directory = RuntimeDirectory()
+    stack.callback(directory.remove)
+    identity = Identity(process="supervisor", hash_key=hash_key, secret=secret)
+    hub = None
+    if spec.discovery == "local" and spec.join is None:
+        hub = await start_hub(spec, identity, f"unix://{directory.path}/hub.sock", stack)
+    common = ProcessSettings(
+        graph_json=graph.model_dump_json(),
+        runtime_dir=str(directory.path),
+        hub_address=spec.join or (hub.address if hub else ""),
+        secret=secret,
+        hash_key=hash_key,
+        log_level=log_level,
+        supervisor_pid=os.getpid(),
+        admin_token=admin_token,
+        heartbeat_interval_s=tick_s(graph.supervision),
+        listen=listen,
+        advertise=advertise,
+    )
+    if hub is None or graph.runtime.events != "direct":
+        planes = Planes(graph, common, identity, rng=random.Random())
+        async with planes:  # said before anything starts
+            await planes.connect()
+    return SharedState(common, hub)
+
+
+def worker_address(spec: RuntimeSpec) -> tuple[str, str]:
+    """Say where workers of this host listen, and the host that they register.
+
+    Returns:
+        the address, empty for private sockets; the host, empty for that of the address.
+
+    Raises:
+        ConfigError: workers would listen on every address, and nothing says which one others reach.
+    """
+    if spec.listen is None and not spec.spans_hosts:
+        return "", ""
+    if spec.listen is not None:
+        address = Address.parse(spec.listen, source="runtime.listen")
+    else:
+        address = Address(host=_own_host(spec))
+    if _is_any(address.host) and not spec.advertise:
+        where = "runtime.listen" if spec.listen is not None else "runtime.hub"
+        raise ConfigError(
+            f"{where}: {address.host} is every address of this host, of which workers register one; set runtime.advertise"
+        )
+    return str(address), spec.advertise or ""
+
+
+async def start_hub(spec: RuntimeSpec, identity: Identity, private: str, stack: AsyncExitStack) -> LocalHub:
+    """Start the hub; one that other hosts reach keeps a registration for a lease, as networks break where processes live.
+
+    Raises:
+        ConfigError: this host does not have its address, or the port is in use.
+    """
+    config, tls = spec.registry, None
+    if spec.hub is not None:
+        config = config.model_copy(update={"linger_s": max(config.linger_s, config.lease_ttl_s)})
+        tls = PlaneTls.of(spec.tls)
+        if tls is not None:
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(group.create_task(tls.watch(), name="certificates").cancel)
+    hub = LocalHub(identity, listen=spec.hub or private, tls=tls, config=config)
+    try:
+        await hub.start()
+    except ConfigError as error:
+        if spec.hub is None:
+            raise
+        raise ConfigError(
+            f"runtime.hub: {error.message}; where another supervisor has the registry, join it by --join {spec.hub}"
+        ) from error
+    stack.push_async_callback(hub.close)
+    return hub
+
+
+def _own_host(spec: RuntimeSpec) -> str:
+    """Give the address of this host that the others reach: of the hub here, or by which this host reaches the other one's."""
+    if spec.hub is not None:
+        return Address.parse(spec.hub, source="runtime.hub").host
+    if spec.join is not None:
+        field, there = "runtime.join", Address.parse(spec.join, source="runtime.join")
+    else:
+        if spec.discovery == "kubernetes":
+            field, parts = "kubernetes", urlsplit(KubernetesAccess.find().server)
+        else:
+            field, parts = "runtime.urls", urlsplit(spec.urls[0])
+        there = Address(host=parts.hostname or "", port=parts.port or 1)
+    try:
+        family, _, _, _, place = socket.getaddrinfo(there.host, there.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            host: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(
+            f"{field}: {there}: {error.strerror or error}; expected an address that this host reaches"
+        ) from error
+    return host
+
+
+async def _expect_resolvable(field: str, host: str) -> None:
+    """Check that a name that other hosts shall use has an address.
+
+    Raises:
+        ConfigError: it has none, as far as this host knows.
+    """
+    if not host:
+        return
+    try:
+        async with asyncio.timeout(_RESOLVE_S):
+            await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            f"{field}: {host!r} cannot be resolved here: {why or f'no answer within {_RESOLVE_S:g} s'}; expected an address,"
+            " or a host name that all hosts resolve"
+        ) from error
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False  # a host name
+
 
 Say = Callable[[str, str, str], None]
 Start = Callable[[Assignment], Awaitable[Child]]
@@ -77,7 +246,7 @@ class LocalDeployment:
         log_level: str = "warning",
         say: Say | None = None,
         part: LocalPart | None = None,
-        origin: Origin | None = None,
+        origin: DeploymentOrigin | None = None,
     ) -> None:
         """Check the graph; starts nothing.
 
@@ -93,7 +262,7 @@ class LocalDeployment:
         """
         self._part = part = part or LocalPart()
         self._roles = roles_here(part, graph)
-        self.frontends = Frontends(graph.frontend.processes if part.has_frontends else 0)
+        self.frontends = FrontendProcesses(graph.frontend.processes if part.has_frontends else 0)
         if self.frontends.count:
             check_links(graph)
         if graph.frontend.tls is not None:
@@ -110,15 +279,15 @@ class LocalDeployment:
         self.admin_token = ""
         """Token of `/admin`, once entered."""
         self.hub: LocalHub | None = None
-        """The registry, once entered; None where another host has it."""
+        """The registry, once entered; None if another host runs the registry."""
         self._log_level = log_level
         self._origin = origin
         self.output = ProcessOutput()
         """What the processes print."""
         self._told: Say = say or (lambda *_: None)
-        self.pool = WorkerPool(
+        self.pool = LocalWorkerPool(
             self._roles,
-            room=Room(
+            room=WorkerCapacity(
                 Devices(count_devices()),
                 self._cores,
                 graph.router.workers_max,
@@ -138,7 +307,7 @@ class LocalDeployment:
             make_links=self._link_templates,
             say=self._say,
         )
-        """Changes them to those of another graph."""
+        """Changes the workers and links to those of another graph."""
         self.observations = ObservationStream()
         """What frontends and workers see, by windows of a second."""
         self._guard = GroupGuard()
@@ -146,7 +315,7 @@ class LocalDeployment:
         self._spares = SpareProcesses(spares, _imports(self._roles), self._guard, self.output)
         self._place: PlannerPlace
         self._host_arena: HostArena
-        self._common: Common
+        self._common: ProcessSettings
         self._context = self._run()
 
     @property
@@ -156,7 +325,7 @@ class LocalDeployment:
         return given if given and stored_digest(given) is None else None
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[ProcessMember]:
         return [*self.pool.members, *self.links.members, *self.frontends.members]
 
     def processes(self) -> tuple[ProcessView, ...]:
@@ -220,7 +389,7 @@ class LocalDeployment:
                     self.pool,
                     self.observations,
                     Path(common.runtime_dir),
-                    Deployment(
+                    RunningDeployment(
                         name=self.graph.name,
                         url=self.url,
                         pid=os.getpid(),
@@ -316,12 +485,7 @@ class LocalDeployment:
             url=self.url,
             certificate="" if tls is None or not self.url else str(Path(tls.certificate).resolve()),
         )
-        try:
-            keep_record(runtime, record)
-        except OSError as error:
-            raise ConfigError(
-                f"{runtime}: cannot be written: {(error.strerror or str(error)).lower()}"
-            ) from error
+        keep_record(runtime, record)
         return directory
 
     async def _answer_probes(self, stack: AsyncExitStack) -> None:
@@ -350,7 +514,7 @@ class LocalDeployment:
 
     async def _create_members(
         self,
-        common: Common,
+        common: ProcessSettings,
         port: Port | None,
         scale_file: ScaleFile,
     ) -> None:
@@ -360,7 +524,7 @@ class LocalDeployment:
             ConfigError: this machine lacks devices or cores for the graph's workers.
         """
 
-        def worker_member(worker: PoolWorker) -> Member:
+        def worker_member(worker: PoolWorker) -> ProcessMember:
             template = self.applier.templates[worker.home]
             worker.template = template.key
 
@@ -370,7 +534,7 @@ class LocalDeployment:
             cores = partial(self._cores.of_process, worker.name)
             return self._member(worker.name, job, template.common, cores, self._spares.start)
 
-        def frontend_member(name: str, job: Callable[[], Job]) -> Member:
+        def frontend_member(name: str, job: Callable[[], Job]) -> ProcessMember:
             start = partial(Child.start, guard=self._guard, output=self.output)
             return self._member(name, job, common, self._cores.of_process, start)
 
@@ -395,7 +559,7 @@ class LocalDeployment:
         check_links(graph)
         return link_templates(graph, await read_model(graph, {}), self._common)
 
-    def _link_member(self, name: str, template: LinkTemplate) -> Member:
+    def _link_member(self, name: str, template: LinkTemplate) -> ProcessMember:
         member = self._member(name, template.job, template.common, tuple, self._spares.start)
         member.on_window = lambda _window: None  # its region's planner counts what it serves
         member.on_ready = self.frontends.tell_failures
@@ -424,11 +588,11 @@ class LocalDeployment:
         self,
         name: str,
         job: Callable[[], Job],
-        common: Common,
+        common: ProcessSettings,
         cores: Callable[[], tuple[int, ...]],
         start: Start,
-    ) -> Member:
-        member = Member(
+    ) -> ProcessMember:
+        member = ProcessMember(
             name,
             lambda: Assignment(name=name, job=job(), common=common, cores=cores()),
             self.graph.supervision,

@@ -52,7 +52,7 @@ class LocalPart:
                 chosen[Role(name)] = int(number) if equals else None
             else:
                 known = [FRONTEND, PLANNER, *(role.value for role in roles)]
-                raise ConfigError(f"--run {item}: {name!r} is none of this graph{nearest(name, known)}")
+                raise ConfigError(f"--run {item}: {name!r} is not in the graph{nearest(name, known)}")
         if not (chosen or has_frontends or has_planner):
             raise ConfigError(
                 f"--run {text!r}: names nothing to run; such as --run {FRONTEND},{next(iter(roles))}"

@@ -11,23 +11,144 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import ReplicaState
 from penstock.deploy.messages import (
     Assignment,
-    Beat,
     Closing,
     Drain,
     Failed,
     Health,
-    News,
     Observed,
-    Phase,
+    ProcessHeartbeat,
+    ProcessOrder,
     Ready,
     Report,
-    RoleChanged,
+    StartPhase,
+    WorkerRoleChanged,
 )
-from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
-from penstock.deploy.supervisor.watchdog import CLOSE_TIMEOUT, Watchdog
 from penstock.graph import Supervision
 from penstock.runtime.observations import Window
+
+
+class Backoff:
+    """Doubles the delay with each consecutive failure; `healthy_after_s` of service resets it."""
+
+    def __init__(self, settings: Supervision) -> None:
+        self._settings = settings
+        self._failures = 0
+        self.failed_starts = 0
+        """Consecutive starts in which the process never became ready."""
+
+    def delay_s(self, served_s: float | None) -> float:
+        """Count a failure and return the seconds to wait.
+
+        Args:
+            served_s: seconds the process was ready; None if never.
+        """
+        if served_s is None:
+            self.failed_starts += 1
+        else:
+            self.failed_starts = 0
+            if served_s >= self._settings.healthy_after_s:
+                self._failures = 0
+        delay_s = self._settings.restart_delay_s * 2.0 ** min(self._failures, 30)
+        self._failures += 1
+        return min(delay_s, self._settings.restart_delay_max_s)
+
+
+CLOSE_TIMEOUT = "close_timeout"
+_TURN_S = 1.0
+_TICKS_MIN = 4  # ticks in the shortest timeout, for its precision
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Reasons to kill a process: `reason` for metrics, `why` for the log."""
+
+    reason: str
+    why: str
+
+
+class Watchdog:
+    """Watches one process. Its owner calls `tick` every `tick_s` seconds."""
+
+    def __init__(self, settings: Supervision) -> None:
+        """Start watching a process that is starting."""
+        self.tick_s = tick_s(settings)
+        """Seconds between ticks."""
+        self.verdict: Verdict | None = None
+        """Result of the last tick; None while the process may live."""
+        self._settings = settings
+        self._is_ready = False
+        self._quiet = 0  # ticks since its start, ready report or last heartbeat
+        self._still = 0  # ticks in which its engine had requests and finished no step
+        self._closing: int | None = None  # ticks since its engine began to close
+        self._beat = ProcessHeartbeat()
+
+    def ready(self) -> None:
+        """Note that the process is ready: heartbeats are required from now on."""
+        self._is_ready = True
+        self._quiet = self._still = 0
+
+    def beat(self, beat: ProcessHeartbeat) -> None:
+        """Note a heartbeat and the engine's progress."""
+        self._quiet = 0
+        if beat.steps != self._beat.steps or not beat.has_requests:
+            self._still = 0
+        self._beat = beat
+
+    def closing(self) -> None:
+        """Note that the engine begins to close."""
+        self._closing = 0
+
+    def tick(self) -> Verdict | None:
+        """Count a tick; returns a verdict if the process must be killed."""
+        self._quiet += 1
+        self._still += self._beat.has_requests
+        if self._closing is not None:
+            self._closing += 1
+        self.verdict = self._judge()
+        return self.verdict
+
+    def _judge(self) -> Verdict | None:
+        settings = self._settings
+        if self._closing is not None:
+            return self._judge_closing(self._closing * self.tick_s)
+        if not self._is_ready:
+            if self._quiet * self.tick_s < settings.start_timeout_s:
+                return None
+            return Verdict("start_timeout", f"not ready {settings.start_timeout_s:g} s after its start")
+        if self._quiet * self.tick_s >= settings.liveness_timeout_s:
+            return Verdict(
+                "silent",
+                f"killed after {settings.liveness_timeout_s:g} s of silence (supervision.liveness_timeout_s)",
+            )
+        if self._still * self.tick_s >= settings.step_timeout_s:
+            return Verdict(
+                "stuck",
+                f"killed as its engine had requests and finished no step for {settings.step_timeout_s:g} s"
+                " (supervision.step_timeout_s)",
+            )
+        return None
+
+    def _judge_closing(self, taken_s: float) -> Verdict | None:
+        limit_s = self._settings.close_timeout_s
+        if taken_s < limit_s:
+            return None
+        return Verdict(
+            CLOSE_TIMEOUT,
+            f"killed as its engine did not close within {limit_s:g} s (supervision.close_timeout_s)",
+        )
+
+
+def tick_s(settings: Supervision) -> float:
+    """Give the seconds between ticks, and between heartbeats."""
+    allowances = (
+        settings.start_timeout_s,
+        settings.liveness_timeout_s,
+        settings.step_timeout_s,
+        settings.close_timeout_s,
+    )
+    return min(_TURN_S, min(allowances) / _TICKS_MIN)
+
 
 _LAST_WORDS_S = (
     1.0  # a dead child's reports are already in the socket; a process it forked may hold the socket open
@@ -41,7 +162,7 @@ class ChildProcess(Protocol):
     def pid(self) -> int: ...
     async def report(self) -> Report | None: ...
     async def wait(self) -> int: ...
-    def tell(self, news: News) -> None: ...
+    def tell(self, news: ProcessOrder) -> None: ...
     def signal(self, number: signal.Signals) -> None: ...
     def kill(self) -> None: ...
     def kill_at_once(self) -> None: ...
@@ -75,7 +196,7 @@ class _LastReport:
     failed: Failed | None = None
 
 
-class Member:
+class ProcessMember:
     """Keeps one process running until `stop`. One task runs it; other methods may be called on the same event loop."""
 
     def __init__(
@@ -101,7 +222,7 @@ class Member:
         self.waits_outside = False
         """Whether its last process ended for want of something outside of the deployment, such as a running server."""
         self.has_wrong_server = False
-        """Whether that is there, and is another than this deployment needs."""
+        """Whether a server outside this deployment answers, and is not the one that the process needs."""
         self.may_give_up: Callable[[], bool] = lambda: True
         """Called after too many failed starts; False (keep trying) while the deployment serves without this member."""
         self.may_refuse: Callable[[], bool] = lambda: True
@@ -112,7 +233,7 @@ class Member:
         """Called with (name, reason) when a process ends unasked."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when `phase`, `since` or `is_stopping` changes."""
-        self.on_role: Callable[[RoleChanged], None] = lambda _changed: None
+        self.on_role: Callable[[WorkerRoleChanged], None] = lambda _changed: None
         """Called when its worker has changed its role, or refuses to."""
         self.on_window: Callable[[Window], None] = lambda _window: None
         """Called with each window that its process sends."""
@@ -121,7 +242,7 @@ class Member:
         self.phase = "starts a process"
         """What a process that is not ready does, or why the last one ended."""
         self.since: float | None = None
-        """Loop time of the start of its process or, once that is ready, of this; None before the first start."""
+        """Loop time at which the running process became ready or, before that, was started; None before the first start."""
         self.start_s: float | None = None
         """Seconds that its last start took."""
         self.needs_prefill = False
@@ -129,7 +250,7 @@ class Member:
         self.has_failed = False
         """Whether its last process ended unasked and no later one is ready."""
         self.failed_starts = 0
-        """Consecutive starts that never got ready."""
+        """Consecutive starts in which the process never became ready."""
         self.has_wrong_config = False
         """Whether its last process ended as another one would, by a wrong setting."""
         self._assign = assign
@@ -191,13 +312,13 @@ class Member:
             self._say(self.name, "failed", f"{ending.why}; starts again in {delay_s:.1f} s")
             await self._sleep(delay_s)
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: ProcessOrder) -> None:
         """Send a message to the running process, if any."""
         if self._child:
             self._child.tell(news)
 
     def stop(self, drain_s: float | None = None) -> None:
-        """Drain and end the process; it is not restarted. A worker's requests may take `drain_s`; None is what it was started with."""
+        """Drain and end the process for good. A worker's requests may take `drain_s`; None for the drain timeout that it was started with."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._note(_DRAINS if self.ready.is_set() else "stops")
@@ -272,7 +393,7 @@ class Member:
         """Handle the process's reports until the end of its socket."""
         while (report := await child.report()) is not None:
             match report:
-                case Beat():
+                case ProcessHeartbeat():
                     watchdog.beat(report)
                 case Ready(detail=detail, needs_prefill=needs_prefill, kv_tiers=kv_tiers):
                     self.needs_prefill = needs_prefill
@@ -290,13 +411,13 @@ class Member:
                 case Health(problem=problem):
                     self.problem = problem
                     self._say(self.name, "unhealthy" if problem else "ready", problem or "serves again")
-                case Phase(what=what):
+                case StartPhase(what=what):
                     if not self.has_failed:
                         self.phase = what
                         self.on_change()
                 case Observed(window=window):
                     self.on_window(window)
-                case RoleChanged():
+                case WorkerRoleChanged():
                     self.on_role(report)
                 case Closing():
                     watchdog.closing()

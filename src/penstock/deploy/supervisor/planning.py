@@ -1,6 +1,10 @@
 """Makes the planner of a deployment on this machine."""
 
-from collections.abc import Callable
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -8,8 +12,15 @@ from typing import Self
 
 from penstock import __version__
 from penstock.core.clock import wall_time_s
-from penstock.core.types.instances import Role
-from penstock.deploy.messages import Planned
+from penstock.core.types.instances import Location, Role
+from penstock.deploy.hosts.connector import HostsConnector
+from penstock.deploy.hosts.host_link import HostLink
+from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
+from penstock.deploy.hosts.planner_server import PlannerServer
+from penstock.deploy.identity import location_here
+from penstock.deploy.messages import ProcessSettings, RoundCounts
+from penstock.deploy.supervisor.frontends import FrontendProcesses
+from penstock.deploy.supervisor.worker_pool import LocalWorkerPool
 from penstock.graph import Graph, RoleSpec, Slo
 from penstock.graph.capacities import is_predicted, make_capacity
 from penstock.planner.decide.capacity import Capacity
@@ -20,6 +31,10 @@ from penstock.planner.explain.record import DecisionRecord
 from penstock.planner.observe.observation import Observation
 from penstock.planner.observe.stream import ObservationStream
 from penstock.planner.planner import Planner
+from penstock.runtime.handshake import Identity
+from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient
+from penstock.runtime.observations import Window
+from penstock.runtime.tls import PlaneTls
 from penstock.seams import ScalingConnector
 
 Say = Callable[[str, str, str], None]
@@ -29,7 +44,7 @@ _NAME = "planner"
 class Planning:
     """A planner with its log and metrics. Its context ends the log."""
 
-    def __init__(self, log_path: Path, run: Run, *, say: Say, tell: Callable[[Planned], None]) -> None:
+    def __init__(self, log_path: Path, run: Run, *, say: Say, tell: Callable[[RoundCounts], None]) -> None:
         """Keep nothing yet; set `planner` before it runs.
 
         Args:
@@ -57,7 +72,7 @@ class Planning:
         self._log.close()
 
     async def run(self) -> None:
-        """Decide until it is cancelled."""
+        """Run the planner until cancelled."""
         await self.planner.run()
 
     def take(self, record: DecisionRecord) -> None:
@@ -74,11 +89,11 @@ class Planning:
         lost, self._lost = self._log.lost - self._lost, self._log.lost
         record = self._record
         if error or record is None:
-            self._tell(Planned(outcome="failed", seconds=seconds, lost=lost))
+            self._tell(RoundCounts(outcome="failed", seconds=seconds, lost=lost))
             return
         seen = record.seen.roles
         self._tell(
-            Planned(
+            RoundCounts(
                 outcome=record.outcome,
                 seconds=seconds,
                 have=record.now,
@@ -104,9 +119,9 @@ def make_planning(
     model_dir: Path,
     log_path: Path,
     say: Say,
-    tell: Callable[[Planned], None],
+    tell: Callable[[RoundCounts], None],
 ) -> Planning | None:
-    """Make the planner that the graph describes; None if it describes none.
+    """Make the planner that the graph describes; None without a planner in the graph.
 
     Args:
         graph: the deployment.
@@ -188,3 +203,104 @@ def _changes(record: DecisionRecord) -> dict[str, int]:
         "retire": len(record.retires),
     }
     return {change: count for change, count in counts.items() if count and not record.is_dry}
+
+
+_CALL_S = 10.0
+"""Longest call of the API of Kubernetes."""
+
+
+@dataclass(slots=True)
+class PlannerPlace:
+    """What a host's planner scales and sees, and where this host's windows go beside its own stream.
+
+    Attributes:
+        connector: changes the workers of all hosts that the planner scales.
+        observations: what their processes see.
+    """
+
+    connector: ScalingConnector
+    observations: ObservationStream
+    _frontends: FrontendProcesses
+    _host: str = ""
+    _server: PlannerServer | None = None
+    _link: HostLink | None = None
+
+    def window(self, process: str, window: Window) -> None:
+        """Take a window of a process of this host."""
+        if self._link is not None:
+            self._link.window(process, window)
+        elif self._server is not None:
+            self.observations.put(f"{process}@{self._host}", window)
+
+    def expect(self, process: str) -> None:
+        """Note that a process of this host is ready."""
+        if self._server is not None:
+            self.observations.expect(f"{process}@{self._host}")
+
+    def forget(self, process: str) -> None:
+        """Note that a process of this host has ended for good."""
+        if self._server is not None:
+            self.observations.forget(f"{process}@{self._host}")
+
+    def tell(self, planned: RoundCounts) -> None:
+        """Send a round to one frontend, of this host if it has any."""
+        if self._server is None:
+            self._frontends.tell_planned(planned)
+        elif self._frontends.count:
+            self._frontends.tell_planned(self._server.with_refused(planned))
+        else:
+            self._server.tell(planned)
+
+
+@asynccontextmanager
+async def planner_place(
+    graph: Graph,
+    common: ProcessSettings,
+    pool: LocalWorkerPool,
+    frontends: FrontendProcesses,
+    observations: ObservationStream,
+    *,
+    has_planner: bool,
+) -> AsyncIterator[PlannerPlace]:
+    """Listen for other hosts where the planner of several is here, or connect to it where it is elsewhere.
+
+    Raises:
+        ConfigError: its address is in use, or not of this host.
+    """
+    config = graph.planner
+    if config is None or config.address is None:
+        yield PlannerPlace(pool, observations, frontends)
+        return
+    identity = Identity(process="supervisor", hash_key=common.hash_key, secret=common.secret)
+    name = location_here(Location()).host
+    async with AsyncExitStack() as stack:
+        tls = PlaneTls.of(graph.runtime.tls)
+        if tls is not None:
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(group.create_task(tls.watch(), name="certificates").cancel)
+        if has_planner:
+            seen = ObservationStream()
+            connector: HostsConnector | KubernetesConnector
+            if config.scales == "pods":
+                access = KubernetesAccess.find()
+                client = await stack.enter_async_context(KubernetesClient(access, timeout_s=_CALL_S))
+                connector = KubernetesConnector(client, graph.name, graph.roles.present())
+            else:
+                connector = HostsConnector(hold_s=config.act.hold_s)
+                connector.join(name, pool, await pool.scale())
+            server = await stack.enter_async_context(
+                PlannerServer(config.address, identity, connector, seen, tls=tls, own_name=name)
+            )
+            yield PlannerPlace(connector, seen, frontends, name, server)
+            return
+        link = HostLink(
+            config.address,
+            identity,
+            name=name,
+            host=pool,
+            frontends=frontends.ready,
+            tell=frontends.tell_planned,
+            rng=random.Random(),
+            tls=tls,
+        )
+        yield PlannerPlace(pool, observations, frontends, name, None, await stack.enter_async_context(link))

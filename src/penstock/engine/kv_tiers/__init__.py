@@ -1,7 +1,7 @@
 """The KV tiers below an engine's device: their configuration, and what makes them from it."""
 
 from penstock.engine.kv_tiers.config import DiskConfig, KvConfig, ObjectConfig
-from penstock.engine.kv_tiers.maker import TierMaker, check_offloads_all, tier_maker
+from penstock.engine.kv_tiers.maker import TierMaker, tier_maker
 from penstock.engine.kv_tiers.size import Size, TierSize
 
 __all__ = [
@@ -11,6 +11,5 @@ __all__ = [
     "Size",
     "TierMaker",
     "TierSize",
-    "check_offloads_all",
     "tier_maker",
 ]

@@ -10,7 +10,6 @@ from penstock.core.config import Config, wrong
 from penstock.core.types.events import Tier
 from penstock.engine.kv_tiers.size import Size, TierSize
 from penstock.kv.pool.use import EvictionPolicy
-from penstock.seams.kv import Admission, OffloadMode, OffloadPolicy
 
 _NONE = TierSize(0, "B")
 _SCHEMES = ("s3", "gs", "az", "file")
@@ -18,25 +17,7 @@ _LIKE_SIZE = re.compile(r"[-+.]*\d[\w.]*")
 _SECRET = re.compile(r"secret|token|password|credential|access_key|account_key|sas")
 
 
-class _LowerTier(Config):
-    """What tiers below the host have in common."""
-
-    admit: Admission = Admission.ALL
-    """Blocks to write: `all`, or those that a second request has used (`seen-twice`)."""
-    offload_bytes_per_s: Size = _NONE
-    """Most bytes that a worker writes in a second while requests are running, as 200MB; 0 is no bound. Not simulated."""
-
-    @pydantic.field_validator("offload_bytes_per_s")
-    @classmethod
-    def _check_bytes(cls, size: TierSize) -> TierSize:
-        try:
-            _ = size.num_bytes
-        except ValueError as error:
-            raise wrong(str(error)) from error
-        return size
-
-
-class DiskConfig(_LowerTier):
+class DiskConfig(Config):
     """A KV tier on a local drive; `PATH:SIZE` is short for both fields, and a size alone is only simulated."""
 
     path: str = ""
@@ -59,7 +40,7 @@ class DiskConfig(_LowerTier):
         return data
 
 
-class ObjectConfig(_LowerTier):
+class ObjectConfig(Config):
     """A KV tier in an object store, which all workers with the same URL share; `URL:SIZE` is short for both fields, and a size alone is only simulated."""
 
     url: str = ""
@@ -140,15 +121,12 @@ class KvConfig(Config):
     """KV of each worker: eviction, and the tiers below its devices: a size as `8GiB`, or a multiple of the device's blocks as `5x`; 0 is no tier."""
 
     eviction: EvictionPolicy = "seconds"
-    """Which unused block a full device evicts first: the one with the fewest expected `seconds` lost, from a learned chance of reuse and the price of computing it; `lru`, `lfu`, `arc` or `s3-fifo`. For engines mock and paged and simulated ones; others evict as they do."""
+    """Which unused block a full device evicts first: the one with the fewest expected `seconds` lost, from a learned chance of reuse and the price of computing it; or the least recently used one (`lru`). For engines mock and paged and simulated ones; others evict as they do."""
     tenant_share: float = pydantic.Field(default=1.0, gt=0, le=1)
     """Most of a device's blocks that requests of one tenant (`frontend.tenant_header`) may have left in the cache while nobody uses them; past it the tenant's own blocks go first. 1 is no bound. For the same engines."""
 
     prefetch: int = pydantic.Field(default=16, ge=0, le=256)
     """Next waiting requests of a worker whose prefixes are held on the device, and loaded from the tiers below, before their turn; 0 loads when it comes. For the same engines."""
-
-    offload: OffloadMode = OffloadMode.WRITE_THROUGH
-    """When blocks are copied to the tiers: `write-through` copies what a request leaves, `write-back` what the device evicts next, so that what is never evicted is not written. Not simulated: there blocks are written through."""
 
     host: Size = _NONE
     """Memory of the workers' host: keeps blocks of requests that leave the batch, and loads them where that is quicker than computing. Bytes are divided among the role's workers on a host, and each worker loads the blocks of all of them."""
@@ -169,19 +147,3 @@ class KvConfig(Config):
     def eviction_of(self, tier: Tier) -> EvictionPolicy:
         """Return which block a full tier evicts first; an object store drops packs, the oldest first."""
         return {Tier.HOST: self.host_eviction, Tier.DISK: self.disk.eviction}.get(tier, "lru")
-
-    def policy_of(self, tier: Tier) -> OffloadPolicy:
-        """Return how blocks are offloaded to a tier."""
-        if tier is Tier.HOST:
-            return OffloadPolicy(mode=self.offload)
-        config = self.disk if tier is Tier.DISK else self.object
-        return OffloadPolicy(config.admit, float(config.offload_bytes_per_s.num_bytes) or None, self.offload)
-
-    @pydantic.model_validator(mode="after")
-    def _check_offload(self) -> Self:
-        if self.offload is OffloadMode.WRITE_BACK and self.eviction == "lru":
-            raise wrong(
-                "offload: write-back copies blocks in the order of their eviction, which a copy changes with eviction lru;"
-                " choose seconds, lfu, arc or s3-fifo, or write-through"
-            )
-        return self

@@ -16,8 +16,6 @@ from penstock.engine.kv_tiers.config import KvConfig, ObjectConfig
 from penstock.engine.kv_tiers.size import TierSize
 from penstock.engine.runner import RunnerInfo
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.disk.data import ALIGNMENT
-from penstock.kv.disk.records import failure
 from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.host.host_tier import HostTier
 from penstock.kv.host.memory import HostPart
@@ -25,7 +23,8 @@ from penstock.kv.namespace import Namespace
 from penstock.kv.object.config import PacksConfig
 from penstock.kv.object.packs import READ_BYTES, ObjectPacks
 from penstock.kv.stored_tier import StoredTier
-from penstock.seams.kv import KvTier, OffloadPolicy
+from penstock.seams.kv import KvTier
+from penstock.transfer.storage.slots import failure, slot_bytes_of
 
 TierMaker = Callable[[RunnerInfo, Sequence[Sequence[object]]], Sequence[KvTier]]
 """Makes tiers for an engine that has loaded its model, from its info and its KV memory; raises ConfigError."""
@@ -79,7 +78,6 @@ def tier_maker(
                     part=host_part,
                     namespace=kept,
                     eviction=config.host_eviction,
-                    offload_policy=config.policy_of(Tier.HOST),
                 )
             )
         if not (config.disk.size or config.object.url):
@@ -94,23 +92,6 @@ def tier_maker(
         return tiers
 
     return make
-
-
-def check_offloads_all(config: KvConfig, engine: str) -> None:
-    """Check the tiers of an engine that says itself which blocks are copied, and when.
-
-    Raises:
-        ConfigError: some blocks are not to be copied to a tier, or not at once.
-    """
-    for tier in config.present():
-        if config.policy_of(tier) != OffloadPolicy():
-            named = (
-                "offload" if tier is Tier.HOST else f"{tier}: admit and offload_bytes_per_s, or kv.offload"
-            )
-            raise ConfigError(
-                f"kv.{named}: engine {engine} offloads all blocks as its requests end, without a bound, in this version;"
-                " leave them out"
-            )
 
 
 def _check(config: KvConfig) -> None:
@@ -163,16 +144,19 @@ def _disk_tier(
     except OSError as error:
         failed = failure(path.parent, "making the directory", error)
         raise ConfigError(f"kv.disk: {failed.message}; {fix}") from error
-    slot_bytes = -(-device.block_bytes // ALIGNMENT) * ALIGNMENT
     try:
         store = SlotFile(
-            path, num_blocks * slot_bytes, device.block_bytes, namespace, eviction=config.disk.eviction
+            path,
+            num_blocks * slot_bytes_of(device.block_bytes),
+            device.block_bytes,
+            namespace,
+            eviction=config.disk.eviction,
         )
     except TransferRefused as error:
         raise ConfigError(f"kv.disk: {error.message}") from error
     except TransferError as error:
         raise ConfigError(f"kv.disk: {error.message}; {fix}") from error
-    return StoredTier(store, Tier.DISK, device, num_blocks, config.policy_of(Tier.DISK))
+    return StoredTier(store, Tier.DISK, device, num_blocks)
 
 
 def _object_tier(config: KvConfig, namespace: Namespace, *, info: RunnerInfo, device: DeviceBlocks) -> KvTier:
@@ -205,7 +189,6 @@ def _object_tier(config: KvConfig, namespace: Namespace, *, info: RunnerInfo, de
         Tier.OBJECT,
         device,
         num_blocks,
-        config.policy_of(Tier.OBJECT),
         shared=holder,
         chunk_bytes=packs.requests * READ_BYTES,
     )

@@ -13,7 +13,7 @@ from penstock.core.wire import Wire
 from penstock.frontend.apis.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
 from penstock.frontend.apis.checks import check_request
 from penstock.frontend.errors import SAME, ClientFields
-from penstock.frontend.text.answer import TextEvent
+from penstock.frontend.text.answer import Blocks, TextEvent
 
 TokenBytes = Callable[[int], bytes]
 _SHORT_ID = 9  # what Mistral's templates demand
@@ -191,6 +191,25 @@ class WholeBody(Protocol):
     def take(self, event: TextEvent) -> None: ...
 
     def body(self, usage: Usage) -> bytes: ...
+
+
+class WholeBlocks:
+    """Collects an answer of one choice as blocks."""
+
+    def __init__(
+        self, write: Callable[[AnswerContext, Blocks, Usage], bytes], context: AnswerContext
+    ) -> None:
+        """Begin without events; `write` encodes the collected answer."""
+        self._write = write
+        self._context = context
+        self._blocks = Blocks()
+
+    def take(self, event: TextEvent) -> None:
+        for _ in self._blocks.feed(event):
+            pass
+
+    def body(self, usage: Usage) -> bytes:
+        return self._write(self._context, self._blocks, usage)
 
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")

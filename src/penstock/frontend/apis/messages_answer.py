@@ -1,12 +1,13 @@
 """Answers of the Anthropic API, streamed or whole."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.core.json_text import encode_json
-from penstock.frontend.apis.dialect import AnswerContext, ApiDialect, Usage
+from penstock.frontend.apis.dialect import AnswerContext, ApiDialect, Usage, WholeBlocks
 from penstock.frontend.apis.messages_body import parse_count, parse_messages
 from penstock.frontend.errors import shown_message
 from penstock.frontend.text.answer import Block, BlockKind, Blocks, BlockStep, TextEvent
@@ -71,21 +72,11 @@ class MessageStream:
         return _event("content_block_delta", {"index": block.index, "delta": delta})
 
 
-class WholeMessage:
-    """Collects an answer that is sent as one body."""
-
-    def __init__(self, context: AnswerContext) -> None:
-        self._context = context
-        self._blocks = Blocks()
-
-    def take(self, event: TextEvent) -> None:
-        for _ in self._blocks.feed(event):
-            pass
-
-    def body(self, usage: Usage) -> bytes:
-        reason, stopped_by = _stop(self._blocks)
-        content = [_content(block, self._context) for block in self._blocks.whole]
-        return encode_json(_message(self._context, content, reason, stopped_by, usage))
+def _body(context: AnswerContext, blocks: Blocks, usage: Usage) -> bytes:
+    """Encode a whole answer."""
+    reason, stopped_by = _stop(blocks)
+    content = [_content(block, context) for block in blocks.whole]
+    return encode_json(_message(context, content, reason, stopped_by, usage))
 
 
 class MessagesErrorInfo(msgspec.Struct):
@@ -137,16 +128,7 @@ def _content(block: Block, context: AnswerContext) -> dict[str, Any]:
     if block.kind is BlockKind.REASONING:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     call_id = context.envelope.call_id(0, block.call)
-    return {"type": "tool_use", "id": call_id, "name": block.name, "input": _input(block.text)}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Decode the arguments of a tool call. Arguments that are no JSON object, as of a cut answer, are given as an empty object."""
-    try:
-        decoded = msgspec.json.decode(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return decoded if isinstance(decoded, dict) else {}
+    return {"type": "tool_use", "id": call_id, "name": block.name, "input": block.arguments}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -165,5 +147,5 @@ def _event(kind: str, fields: dict[str, Any]) -> bytes:
     return f"event: {kind}\ndata: ".encode() + encode_json({"type": kind, **fields}) + b"\n\n"
 
 
-MESSAGES = ApiDialect("messages", "msg_", parse_messages, MessageStream, WholeMessage)
+MESSAGES = ApiDialect("messages", "msg_", parse_messages, MessageStream, partial(WholeBlocks, _body))
 COUNT_TOKENS = ApiDialect("count_tokens", "count_", parse_count)

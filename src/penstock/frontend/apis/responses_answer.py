@@ -1,6 +1,7 @@
 """Answers of the Responses API, streamed or whole."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.json_text import encode_json
 from penstock.frontend.apis.bodies import ChatRequest, Message
 from penstock.frontend.apis.chat import TokenEntry, token_entry
-from penstock.frontend.apis.dialect import AnswerContext, ApiDialect, ClientTool, Usage
+from penstock.frontend.apis.dialect import AnswerContext, ApiDialect, ClientTool, Usage, WholeBlocks
 from penstock.frontend.apis.responses_body import INPUT, parse_responses, sealed
 from penstock.frontend.errors import error_answer
 from penstock.frontend.text.answer import Block, BlockKind, Blocks, BlockStep, TextEvent, TokenText
@@ -107,21 +108,11 @@ class ResponseStream:
         return f"event: {kind}\ndata: ".encode() + body + b"\n\n"
 
 
-class WholeResponse:
-    """Collects an answer that is sent as one body."""
-
-    def __init__(self, context: AnswerContext) -> None:
-        self._context = context
-        self._blocks = Blocks()
-
-    def take(self, event: TextEvent) -> None:
-        for _ in self._blocks.feed(event):
-            pass
-
-    def body(self, usage: Usage) -> bytes:
-        response = _response(self._context, self._blocks, usage)
-        _remember(self._context, self._blocks, response)
-        return encode_json(response)
+def _body(context: AnswerContext, blocks: Blocks, usage: Usage) -> bytes:
+    """Encode a whole answer, and store it if it is to be stored."""
+    response = _response(context, blocks, usage)
+    _remember(context, blocks, response)
+    return encode_json(response)
 
 
 def _remember(context: AnswerContext, blocks: Blocks, response: dict[str, Any]) -> None:
@@ -209,10 +200,10 @@ def _item(context: AnswerContext, block: Block, status: str) -> dict[str, Any]:
         tool = _tool_of(context, block)
         item |= {"type": tool.kind, "call_id": context.envelope.call_id(0, block.call)}
         if tool.kind == "tool_search_call":
-            return item | {"execution": "client", "arguments": _object(block.text)}
+            return item | {"execution": "client", "arguments": block.arguments}
         item |= {"name": tool.name} | ({"namespace": tool.namespace} if tool.namespace else {})
         if tool.kind == "custom_tool_call":
-            return item | {"input": _input(block.text)}
+            return item | {"input": _input(block)}
         return item | {"arguments": block.text}
     if block.kind is BlockKind.REASONING:
         item |= {"type": "reasoning", "summary": [], "content": [_part(context, block)]}
@@ -228,20 +219,11 @@ def _tool_of(context: AnswerContext, block: Block) -> ClientTool:
     return tool or ClientTool(kind=_FUNCTION_CALL, name=block.name)
 
 
-def _input(arguments: str) -> str:
+def _input(block: Block) -> str:
     """Give the text in the arguments of a custom tool's function; arguments of another form as they are."""
-    said = _object(arguments)
+    said = block.arguments
     texts = [said[INPUT]] if INPUT in said else list(said.values())
-    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else arguments
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Decode a call's arguments; empty where they are no object."""
-    try:
-        decoded = msgspec.json.decode(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return decoded if isinstance(decoded, dict) else {}
+    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else block.text
 
 
 def _part(context: AnswerContext, block: Block) -> dict[str, Any]:
@@ -274,4 +256,4 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-RESPONSES = ApiDialect("responses", "resp_", parse_responses, ResponseStream, WholeResponse)
+RESPONSES = ApiDialect("responses", "resp_", parse_responses, ResponseStream, partial(WholeBlocks, _body))

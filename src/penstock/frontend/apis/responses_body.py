@@ -174,9 +174,9 @@ class ClientTools:
         if choice.get("type") != "allowed_tools":
             return self._named(choice)
         tools = choice.get("tools")
-        named = [self._named(tool) if isinstance(tool, dict) else tool for tool in tools or ()]
-        allowed = {"mode": choice.get("mode"), "tools": named if isinstance(tools, list) else tools}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
+        if isinstance(tools, list):
+            tools = [self._named(tool) if isinstance(tool, dict) else tool for tool in tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
 
     def _named(self, choice: dict[str, Any]) -> dict[str, Any]:
         kind, name = choice.get("type"), choice.get("name")

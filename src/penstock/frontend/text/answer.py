@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from io import StringIO
 from math import nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -105,6 +105,8 @@ class TextEvent(
     The last event also has the routing decisions, if the client asked for them. `text` is for the user; `reasoning` and `calls`
     are there where the answer is parsed, and `cuts_call` says at the end that the last call is not whole. `stopped_by` is the stop string that ended it. The first event has the `prompt`, if the answer says something of it.
     `token_ids` are there where the client asked for them: those of this text and of text held back so far, and the stop token.
+    `parts` are the same text, reasoning and calls in the order in which the model wrote them, where that is not: reasoning, text,
+    calls.
     """
 
     index: int
@@ -118,6 +120,43 @@ class TextEvent(
     prompt: PromptPart | None = None
     token_ids: Sequence[int] | None = None
     cuts_call: bool = False
+    parts: Sequence["TextEvent"] = ()
+
+    @property
+    def kinds(self) -> tuple[int, int] | None:
+        """The first and the last kind of what it has, in the order of reasoning, text and calls; None: it has nothing."""
+        found = [kind for kind, has in enumerate((self.reasoning, self.text, self.calls)) if has]
+        return (found[0], found[-1]) if found else None
+
+
+def merged(events: Sequence[TextEvent]) -> TextEvent:
+    """Make one event of a choice's events that follow one another; the first has what is said of the prompt."""
+    if len(events) == 1:
+        return events[0]
+    runs: list[list[TextEvent]] = []
+    latest = 0
+    for part in (part for event in events for part in (event.parts or (event,))):
+        kinds = part.kinds
+        if not runs or (kinds is not None and kinds[0] < latest):
+            runs.append([])
+        runs[-1].append(part)
+        latest = latest if kinds is None else kinds[1]
+    return _joined(events, tuple(_joined(run) for run in runs) if len(runs) > 1 else ())
+
+
+def _joined(events: Sequence[TextEvent], parts: Sequence[TextEvent] = ()) -> TextEvent:
+    last = events[-1]
+    return msgspec.structs.replace(
+        events[0],
+        text="".join(event.text for event in events),
+        finish_reason=last.finish_reason,
+        logprobs=tuple(logprob for event in events for logprob in event.logprobs),
+        reasoning="".join(event.reasoning for event in events),
+        calls=[call for event in events for call in event.calls],
+        stopped_by=last.stopped_by,
+        cuts_call=last.cuts_call,
+        parts=parts,
+    )
 
 
 class BlockKind(Enum):
@@ -149,6 +188,15 @@ class Block:
         """The text so far; of a tool call the arguments so far."""
         return self._written.getvalue()
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a tool call; empty where its text is no JSON object, as of a cut answer."""
+        try:
+            decoded = msgspec.json.decode(self.text)
+        except (ValueError, RecursionError):
+            return {}
+        return decoded if isinstance(decoded, dict) else {}
+
     def add(self, text: str, logprobs: Iterable[TokenText]) -> None:
         """Take more text, and the log-probabilities of its tokens."""
         self._written.write(text)
@@ -174,6 +222,15 @@ class Blocks:
 
     def feed(self, event: TextEvent) -> Iterator[tuple[BlockStep, Block, str]]:
         """Take an event; yields what happens to which block, with the text that was added."""
+        for part in event.parts or (event,):
+            yield from self._take(part)
+        if event.finish_reason is not None:
+            self.finish_reason, self.stopped_by = event.finish_reason, event.stopped_by
+            self.cuts_call = event.cuts_call
+            yield from self._close()
+
+    def _take(self, event: TextEvent) -> Iterator[tuple[BlockStep, Block, str]]:
+        """Take what an event, or a part of one, has: first reasoning, then text, then calls."""
         if event.reasoning:
             yield from self._add(BlockKind.REASONING, event.reasoning)
         if event.text:
@@ -184,10 +241,6 @@ class Blocks:
                 yield from self._open(Block(len(self.all), BlockKind.CALL, name=call.name, call=call.index))
             if call.arguments:
                 yield from self._add(BlockKind.CALL, call.arguments)
-        if event.finish_reason is not None:
-            self.finish_reason, self.stopped_by = event.finish_reason, event.stopped_by
-            self.cuts_call = event.cuts_call
-            yield from self._close()
 
     def _add(
         self, kind: BlockKind, text: str, logprobs: Iterable[TokenText] = ()

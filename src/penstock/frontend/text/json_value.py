@@ -143,8 +143,11 @@ class JsonObject:
             source.take(size + is_over)
             if is_over:
                 self._emit('"')
-            if is_over or source.ended:
-                return is_over
+            if is_over:
+                return True
+            if source.ended:
+                source.text = ""  # the beginning of an escape is no text of the user's
+                return False
             yield
 
     def _in_string(self, found: re.Match[str]) -> str:

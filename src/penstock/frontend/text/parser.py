@@ -151,10 +151,11 @@ class OutputParser:
 
     def _take(self) -> Parsed:
         parsed = self._output.take()
-        if not self._plan.shows_reasoning:
-            parsed.reasoning = ""
-        if (most := self._plan.calls_max) is not None:
-            parsed.calls = tuple(call for call in parsed.calls if call.index < most)
+        for part in (parsed, *parsed.parts):
+            if not self._plan.shows_reasoning:
+                part.reasoning = ""
+            if (most := self._plan.calls_max) is not None:
+                part.calls = tuple(call for call in part.calls if call.index < most)
         return parsed
 
     def _read(self) -> Steps:

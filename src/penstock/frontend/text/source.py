@@ -7,6 +7,7 @@ from enum import StrEnum
 Steps = Generator[None, None, None]
 """A grammar: yields when it needs more text."""
 _SPACE = " \t\r\n"
+_REASONING, _CONTENT, _CALLS = range(3)  # the order within one part
 
 
 class Repair(StrEnum):
@@ -33,11 +34,19 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Parsed:
-    """What was read from one piece of text."""
+    """What was read from one piece of text.
+
+    Attributes:
+        content: text for the user.
+        reasoning: text of the reasoning.
+        calls: parts of tool calls.
+        parts: the same in the order in which the model wrote it, where that is not: reasoning, content, calls.
+    """
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    parts: tuple["Parsed", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +82,8 @@ class ParsedOutput:
         self.has_content = False
         self.cuts_call = False
         self.repairs: list[Repair] = []
-        self._content = ""
-        self._reasoning = ""
-        self._calls: list[CallDelta] = []
+        self._parts = [Parsed()]
+        self._latest = _REASONING
         self._space = ""  # held back, as a tool call may follow
         self._space_before_gap = ""
         self._follows_gap = False
@@ -89,8 +97,9 @@ class ParsedOutput:
             self.content(text)
 
     def reasoning(self, text: str) -> None:
-        self._reasoning += text
-        self.is_reasoning = self.is_reasoning or bool(text)
+        if text:
+            self._part(_REASONING).reasoning += text
+            self.is_reasoning = True
 
     def content(self, text: str) -> None:
         """Take text for the user.
@@ -110,7 +119,7 @@ class ParsedOutput:
             self._space_before_gap, self._follows_gap = "", False
         else:
             own = body
-        self._content += self._space + own
+        self._part(_CONTENT).content += self._space + own
         self._space = text[len(body) :]
         self.has_content = True
 
@@ -126,7 +135,7 @@ class ParsedOutput:
             self.repair(Repair.REASONING)
         self.gap()
         self.is_reasoning = self._has_arguments = False
-        self._calls.append(CallDelta(self.num_calls, _writable(name)))
+        self._part(_CALLS).calls += (CallDelta(self.num_calls, _writable(name)),)
         self.num_calls += 1
         self.cuts_call = True
 
@@ -137,10 +146,11 @@ class ParsedOutput:
         self._has_arguments = True
         text = _writable(text)
         index = self.num_calls - 1
-        if self._calls and self._calls[-1].index == index:
-            self._calls[-1].arguments += text
+        part = self._part(_CALLS)
+        if part.calls and part.calls[-1].index == index:
+            part.calls[-1].arguments += text
         else:
-            self._calls.append(CallDelta(index, None, text))
+            part.calls += (CallDelta(index, None, text),)
 
     def end_call(self) -> None:
         """Say that the call begun last is whole; without arguments it has `{}`."""
@@ -162,16 +172,28 @@ class ParsedOutput:
         """Give out white space held back at the end of text for the user."""
         if self.cuts_call:
             self.repair(Repair.CUT)
-        if not self._follows_gap and not self.num_calls:
-            self._content += self._space
+        if self._space and not self._follows_gap and not self.num_calls:
+            self._part(_CONTENT).content += self._space
         self._space = ""
 
     def take(self) -> Parsed:
         """Give what was read since the last time."""
-        parsed = Parsed(self._content, self._reasoning, tuple(self._calls))
-        self._content = self._reasoning = ""
-        self._calls = []
-        return parsed
+        parts, self._parts, self._latest = self._parts, [Parsed()], _REASONING
+        if len(parts) == 1:
+            return parts[0]
+        return Parsed(
+            content="".join(part.content for part in parts),
+            reasoning="".join(part.reasoning for part in parts),
+            calls=tuple(call for part in parts for call in part.calls),
+            parts=tuple(parts),
+        )
+
+    def _part(self, kind: int) -> Parsed:
+        """Give the part that takes more of a kind: another one where the latest has a kind that would go behind it."""
+        if kind < self._latest:
+            self._parts.append(Parsed())
+        self._latest = kind
+        return self._parts[-1]
 
 
 def _writable(text: str) -> str:

@@ -10,7 +10,7 @@ from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import BlockUse, EvictionPolicy
-from penstock.kv.records import RECORD, Records
+from penstock.transfer.storage.slots import RECORD, Records
 
 _NEWEST = 64
 _USE = BlockUse()
@@ -21,26 +21,21 @@ class SlotIndex:
 
     Attributes:
         pool: its blocks are the slots; each reader or writer of a slot holds a reference.
-        is_on_disk: (num_slots,) bool, whether the record file has a record that is not zero.
         newest: (n, 2) uint64, a few blocks that were written last, or used last before the file was opened.
     """
 
-    def __init__(
-        self, records: Records, trusted: NDArray[np.bool_], block_size: int, eviction: EvictionPolicy
-    ) -> None:
+    def __init__(self, records: Records, block_size: int, eviction: EvictionPolicy) -> None:
         """Fill the pool with the trusted blocks, in the order of their last use.
 
         Args:
-            records: (num_slots,) of all slots; the index owns the array from now on.
-            trusted: (num_slots,) bool, whether the record is valid.
+            records: (num_slots,) of all slots, zeros for a free one; the index owns the array from now on.
             block_size: tokens in a block.
             eviction: as in `BlockPool`.
         """
         self.pool = BlockPool(len(records), block_size, eviction, Tier.DISK)
-        self.is_on_disk = np.ones(len(records), np.bool_)
         self._records = records
-        self._records[~trusted] = 0
         self._touched: set[BlockId] = set()
+        trusted = records["slot"] > 0
         order = np.flatnonzero(trusted)
         order = order[np.argsort(records["generation"][order], kind="stable")[::-1]]
         self._generation = int(records["generation"][order[0]]) if len(order) else 0
@@ -79,7 +74,6 @@ class SlotIndex:
 
     def publish(self, slots: list[BlockId], rows: Records, published: NDArray[np.bool_]) -> None:
         """Store the records of slots that the caller holds; blocks with `published` are in the cache from now on."""
-        self.is_on_disk[slots] = True
         self._records[slots] = rows
         self._records[np.array(slots, np.intp)[~published]] = 0
         hashes, parents = np.ascontiguousarray(rows["hash"]), rows["parent"]

@@ -1,7 +1,6 @@
 """`SlotFile`: KV blocks in the slots of a file, found by their hash, kept across restarts.
 
-To store a block its slot's record is cleared, the data written, then the new record written. A block is only served if its
-bytes match the checksum in its record. So nothing has to be synced: after a power cut blocks may be missing, but none is wrong.
+The format is that of `penstock.transfer.storage.slots`. A block is only served if its bytes match the checksum in its record.
 """
 
 import asyncio
@@ -18,16 +17,16 @@ from penstock.core.ids import BlockId
 from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
 from penstock.core.wire import HashArray
-from penstock.kv.buffers import Buffers, Bytes, block_views, crc32c
-from penstock.kv.disk.data import ALIGNMENT, DataFile
+from penstock.kv.buffers import Buffers, Bytes, block_views
 from penstock.kv.disk.index import SlotIndex
 from penstock.kv.disk.probe import PROBE_BYTES, probe_reads
-from penstock.kv.disk.records import SUFFIX, Disk, RecordFile, failure
 from penstock.kv.gate import Gate
 from penstock.kv.namespace import Namespace
 from penstock.kv.pool.use import EvictionPolicy
+from penstock.transfer.regions.checksum import crc32c
 from penstock.transfer.regions.quarantine import call_after
 from penstock.transfer.storage.io_threads import Bounce, IoThreads, Job
+from penstock.transfer.storage.slots import ALIGNMENT, Disk, Slots, failure, slot_bytes_of
 
 _CLOSE_S = 2.0
 """Longest wait of `close`. If the disk hangs longer, the files are closed when it answers."""
@@ -94,7 +93,7 @@ class SlotFile:
         self.path = Path(path)
         self.block_bytes = block_bytes
         self.counts = SlotCounts()
-        slot_bytes = -(-block_bytes // ALIGNMENT) * ALIGNMENT
+        slot_bytes = slot_bytes_of(block_bytes)
         if block_bytes < 1 or size_bytes < slot_bytes:
             raise ConfigError(
                 f"{path}: size_bytes must be at least one slot of {slot_bytes} for block_bytes {block_bytes}; got {size_bytes}"
@@ -105,25 +104,13 @@ class SlotFile:
         self._storing: set[bytes] = set()
         self._threads = IoThreads(threads, slot_bytes, "kv-disk")
         self._running: set[asyncio.Future[None]] = set()
-        records_path = self.path.with_name(self.path.name + SUFFIX)
         try:
-            self._record_file = RecordFile(records_path, block_bytes, namespace, disk)
-            try:
-                may_exist = not self._record_file.is_new
-                self._data = DataFile(self.path, slot_bytes, self.num_slots, may_exist=may_exist, disk=disk)
-                self._index = self._read_index(namespace.block_size, eviction)
-            except BaseException:
-                self._record_file.close()
-                raise
+            self._slots = Slots(
+                self.path, block_bytes, self.num_slots, namespace.digest, namespace.text, disk=disk
+            )
         except OSError as error:
             raise failure(self.path, "opening", error) from error
-
-    def _read_index(self, block_size: int, eviction: EvictionPolicy) -> SlotIndex:
-        records, trusted, used = self._record_file.read(self.num_slots)
-        trusted[self._data.slots_before :] = False
-        index = SlotIndex(records, trusted, block_size, eviction)
-        index.is_on_disk[:] = used
-        return index
+        self._index = SlotIndex(self._slots.records, namespace.block_size, eviction)
 
     @property
     def num_cached(self) -> int:
@@ -143,7 +130,7 @@ class SlotFile:
     @property
     def is_direct(self) -> bool:
         """Whether it is read and written with O_DIRECT."""
-        return self._data.is_direct
+        return self._slots.is_direct
 
     def start(self, on_change: Callable[[], None], on_failed: Callable[[Exception], None]) -> None:
         """Do nothing: it opens the file when it is made, and changes by loads and stores alone."""
@@ -154,14 +141,14 @@ class SlotFile:
         Takes up to two seconds; to be called before all else.
         """
         most = max(min(PROBE_BYTES // self._slot_bytes, self.num_slots), 1)
-        slots = np.flatnonzero(self._index.is_on_disk)[:most].tolist()
+        slots = np.flatnonzero(self._slots.is_on_disk)[:most].tolist()
         is_used = len(slots) == most
         free = [] if is_used else self._index.pool.allocate(min(most, self.num_slots - self.num_cached)) or []
         if not is_used:
-            slots = [slot for slot in free if not self._index.is_on_disk[slot]]
+            slots = [slot for slot in free if not self._slots.is_on_disk[slot]]
         if not slots:
             return None
-        speed = probe_reads(self._data, slots, self._slot_bytes, self._num_threads, writes=not is_used)
+        speed = probe_reads(self._slots, slots, self._num_threads, writes=not is_used)
         kept = slots if speed is None else []  # a late write may still come to them
         self._index.pool.release([slot for slot in free if slot not in kept])
         return speed or None
@@ -212,13 +199,13 @@ class SlotFile:
         def do(step: int, bounce: Bounce) -> None:
             if bad and min(bad) < step:
                 return  # it would not be a leading block
-            self._data.read(slots[step], bounce.view[: self._slot_bytes])
+            self._slots.read(slots[step], bounce.view[: self._slot_bytes])
             found = np.frombuffer(bounce.view, np.uint8, self.block_bytes)
             if crc32c(found) == expected[step]:
                 gate.copy(views[step], found)
             else:
                 bad.append(step)
-                self._record_file.clear(slots[step])
+                self._slots.clear(slots[step])
 
         def end() -> None:
             self._drop([slots[step] for step in bad])
@@ -294,7 +281,7 @@ class SlotFile:
         closed = asyncio.Event()
 
         def close() -> None:
-            job = self._threads.start(lambda _step, _bounce: self._close_files(), 1)
+            job = self._threads.start(lambda _step, _bounce: self._slots.close(), 1)
             self._threads.close()
             job.done.add_done_callback(lambda _: closed.set())
 
@@ -325,28 +312,25 @@ class SlotFile:
         A block is not published if `gate` was closed before its checksum was computed, since its source may have changed.
         """
         rows = self._index.draft(slots, hashes, parents)
-        rows["length"], rows["namespace"] = self.block_bytes, self._record_file.namespace
+        rows["length"], rows["namespace"] = self.block_bytes, self._slots.namespace
         published = np.zeros(len(slots), np.bool_)
         keys = [row.tobytes() for row in hashes]
         self._storing.update(keys)
 
         def do(step: int, bounce: Bounce) -> None:
-            slot, view = slots[step], views[step]
-            if self._index.is_on_disk[slot]:
-                self._record_file.clear(slot)
-            self._index.is_on_disk[slot] = True
+            view, data = views[step], views[step].data
+            self._slots.clear(slots[step])  # before a deadline is looked at, as a disk may hang here
             if self.block_bytes % ALIGNMENT or view.ctypes.data % ALIGNMENT:
                 copied = np.frombuffer(bounce.view, np.uint8, self.block_bytes)
                 if not gate.copy(copied, view):
                     return
                 rows["data_sum"][step] = crc32c(copied)
-                self._data.write(slot, bounce.view[: self._slot_bytes])
+                data = bounce.view[: self._slot_bytes]
             else:
                 rows["data_sum"][step] = crc32c(view)
                 if gate.is_closed:
                     return
-                self._data.write(slot, view.data)
-            self._record_file.write(slot, rows[step : step + 1])
+            self._slots.write(slots[step], data, rows[step : step + 1])
             published[step] = True
 
         def end() -> None:
@@ -365,7 +349,7 @@ class SlotFile:
 
         def do(_step: int, _bounce: Bounce) -> None:
             for n, slot in enumerate(slots):
-                self._record_file.write(slot, rows[n : n + 1])
+                self._slots.write_record(slot, rows[n : n + 1])
 
         self._begin(do, 1, lambda: self._index.pool.release(slots))
 
@@ -412,9 +396,3 @@ class SlotFile:
             reason="the disk has other bytes than were written, or a write was cut short",
             effect="these blocks are computed again",
         )
-
-    def _close_files(self) -> None:
-        try:
-            self._data.close()
-        finally:
-            self._record_file.close()

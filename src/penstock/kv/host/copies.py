@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from penstock.core.ids import BlockId
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.host.sibling import Sibling
-from penstock.kv.records import Records
 from penstock.transfer.regions.checksum import copy_summed
 from penstock.transfer.regions.ranges import Numbers, Stop
+from penstock.transfer.storage.slots import Records
 
 _PIECE_BYTES = 8 << 20
 """Copied and verified at once; a cancelled load ends within one piece."""

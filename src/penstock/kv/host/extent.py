@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
 from penstock.kv.namespace import Namespace
-from penstock.kv.records import RECORD, Records, are_trusted, seal
 from penstock.transfer.regions.checksum import Sums, checksum_ranges
+from penstock.transfer.storage.slots import RECORD, Records, are_trusted, seal
 
 _MAGIC = 0x316B6C6266667470
 _HEADER = np.dtype(

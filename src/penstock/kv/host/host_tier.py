@@ -21,9 +21,8 @@ from penstock.kv.namespace import Namespace
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import block_keys, commit_chains, commit_runs
 from penstock.kv.pool.use import BlockUse, EvictionPolicy
-from penstock.kv.records import RECORD, Records
-from penstock.seams.kv import OffloadPolicy
 from penstock.transfer.regions.ranges import Numbers
+from penstock.transfer.storage.slots import RECORD, Records
 
 _POLL_S = 0.1
 """How often a worker without requests looks at what the others of its host have told."""
@@ -56,7 +55,6 @@ class HostTier:
         part: HostPart | None = None,
         namespace: Namespace = _PRIVATE,
         eviction: EvictionPolicy = "seconds",
-        offload_policy: OffloadPolicy | None = None,
     ) -> None:
         """Take the memory; `close` releases it.
 
@@ -67,14 +65,12 @@ class HostTier:
             part: of the host's arena; None for memory of its own.
             namespace: of the blocks; those of other namespaces are not seen.
             eviction: as in `BlockPool`. A block is used when it is stored and at each load.
-            offload_policy: how blocks are offloaded to it; None for all of them at once.
 
         Raises:
             ConfigError: the host has not enough memory, or another process has the extent.
         """
         self.num_blocks = num_blocks
         self.block_bytes = device.block_bytes
-        self.offload_policy = offload_policy or OffloadPolicy()
         self.chunk_blocks = max(_CHUNK_BYTES // device.block_bytes, 1)
         self.num_corrupt = 0
         self._device = device

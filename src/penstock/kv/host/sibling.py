@@ -10,7 +10,7 @@ from penstock.core.types.events import KvEvent, Tier
 from penstock.kv.host.extent import CHANGED, Extent, ExtentLayout, Numbers, read_layout, slots_of
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import commit_chains
-from penstock.kv.records import Records
+from penstock.transfer.storage.slots import Records
 
 _NO_SLOTS = ExtentLayout(0, 0)
 

@@ -75,7 +75,7 @@ class KvManager:
             clock=clock,
             by_chunk=by_chunk and groups is None,
         )
-        self._offloader = Offloader(pool, self.tiers, self._changed, self._counters, clock)
+        self._offloader = Offloader(pool, self.tiers, self._changed, self._counters)
         for tier in self.tiers:
             tier.start(self._on_tier_change)
         self.choose_runs = self._loader.choose_runs
@@ -84,7 +84,6 @@ class KvManager:
         self.cancel = self._loader.cancel
         self.begin = self._loader.begin
         self.offload = self._offloader.offload
-        self.set_idle = self._offloader.set_idle
 
     def choose_prefix(
         self,
@@ -155,7 +154,6 @@ class KvManager:
         Events of the lowest tier come first, so that a router knows an offloaded block before the device evicts it. If the
         device was cleared, its events come first, since a clearing removes the blocks of all tiers.
         """
-        self._offloader.look_ahead(events)
         lower: list[KvEvent] = [AllBlocksCleared(holder=holder) for holder in self._cleared]
         self._cleared.clear()
         for tier in reversed(self.tiers):

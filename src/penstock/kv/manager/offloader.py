@@ -1,4 +1,4 @@
-"""The offloader: copies full blocks of requests to KV tiers in the background, as they leave the batch or before their eviction."""
+"""The offloader: copies full blocks of requests to KV tiers in the background, as their requests leave the batch."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -8,13 +8,9 @@ from functools import partial
 from penstock.core.ids import BlockId
 from penstock.core.types.events import BlockStored, KvEvent
 from penstock.core.wire import HashArray, hash_list
-from penstock.kv.manager.admission import SeenBlocks
-from penstock.kv.manager.budget import Budget
-from penstock.kv.manager.clock import Clock, Timer
 from penstock.kv.manager.counters import TierCounters
-from penstock.kv.manager.upcoming import UpcomingPrefixes
 from penstock.kv.pool.pool import BlockPool
-from penstock.seams.kv import Admission, KvSource, KvTier, OffloadMode
+from penstock.seams.kv import KvSource, KvTier
 
 _PINNED_SHARE = 8
 """At most one in so many device blocks is pinned for copies. Others wait unpinned, and are dropped if evicted first."""
@@ -31,13 +27,10 @@ class _Queue:
 
     tier: KvTier
     counters: TierCounters
-    seen: SeenBlocks | None
-    budget: Budget | None
     waiting: deque[tuple[HashArray, int]] = field(default_factory=deque)
     hanging: dict[int, HashArray] = field(default_factory=dict)
     reading: Counter[BlockId] = field(default_factory=Counter)
     """Device blocks that it reads now."""
-    timer: Timer | None = None
 
 
 class Offloader:
@@ -53,39 +46,23 @@ class Offloader:
         tiers: Sequence[KvTier],
         on_change: Callable[[], None],
         counters: Mapping[KvSource, TierCounters],
-        clock: Clock,
     ) -> None:
         """Make an offloader without work.
 
         Args:
             pool: the device's blocks.
-            tiers: each gets the blocks that it lacks and admits.
+            tiers: each gets the blocks that it lacks.
             on_change: called when blocks were freed.
             counters: count the copies.
-            clock: of bandwidth budgets.
         """
         self._pool = pool
         self._on_change = on_change
-        self._clock = clock
         self._pinned_max = max(1, pool.num_blocks // _PINNED_SHARE)
         self._held: Counter[BlockId] = Counter()
-        self._is_idle = False
-        self._queues = [
-            _Queue(
-                tier,
-                counters[tier],
-                SeenBlocks() if tier.offload_policy.admission is Admission.SEEN_TWICE else None,
-                Budget(rate, clock) if (rate := tier.offload_policy.bytes_per_s) else None,
-            )
-            for tier in tiers
-        ]
-        self._written_back = [
-            queue for queue in self._queues if queue.tier.offload_policy.mode is OffloadMode.WRITE_BACK
-        ]
-        self._upcoming = UpcomingPrefixes(pool, len(self._written_back))
+        self._queues = [_Queue(tier, counters[tier]) for tier in tiers]
 
     def offload(self, block_hashes: HashArray, windows: Sequence[tuple[int, HashArray]] = ()) -> None:
-        """Copy a prefix that is in the device's cache to each tier, without the blocks that the tier keeps: now or before its eviction.
+        """Copy a prefix that is in the device's cache to each tier, without the blocks that the tier keeps.
 
         Args:
             block_hashes: (n, 2) uint64, from the first block on.
@@ -93,22 +70,13 @@ class Offloader:
                 prefix's block.
         """
         for queue in self._queues:
-            hashes = block_hashes
-            if queue.seen is not None:
-                hashes = block_hashes[: queue.seen.see(block_hashes)]
-            kept = queue.tier.locate(hashes)
-            is_written_back = queue in self._written_back
-            if kept < len(hashes):
-                if is_written_back:
-                    self._upcoming.add(hashes, self._written_back.index(queue), kept)
-                else:
-                    self._enqueue(queue, hashes)
+            kept = queue.tier.locate(block_hashes)
+            if kept < len(block_hashes):
+                self._enqueue(queue, block_hashes)
             for position, names in windows:
-                if position >= len(hashes) or queue.tier.locate(names) == len(names):
+                if position >= len(block_hashes) or queue.tier.locate(names) == len(names):
                     continue
-                if is_written_back:
-                    self._upcoming.hang(names, self._written_back.index(queue))
-                elif position < kept:
+                if position < kept:
                     self._enqueue(queue, names)
                 else:
                     self._hang(queue, names)
@@ -127,27 +95,12 @@ class Offloader:
                         self._enqueue(queue, names)
         self.go_on()
 
-    def look_ahead(self, events: Sequence[KvEvent]) -> None:
-        """Begin the copies of what the device evicts next; `events` are the device's since the last call."""
-        for number, lost in self._upcoming.note(events):
-            queue = self._written_back[number]
-            queue.counters.dropped_blocks += not queue.tier.locate(lost)
-        if self._written_back:
-            self.go_on()
-
     def holders(self) -> Counter[BlockId]:
         """Count its references to each device block."""
         return self._held
 
-    def set_idle(self, is_idle: bool) -> None:  # noqa: FBT001
-        """Tell whether no request runs or waits: then copies take no bandwidth from any, and need no budget."""
-        if is_idle != self._is_idle:
-            self._is_idle = is_idle
-            self.go_on()
-
     def clear(self) -> None:
         """Forget the prefixes that wait."""
-        self._upcoming.clear()
         for queue in self._queues:
             queue.waiting.clear()
             queue.hanging.clear()
@@ -155,16 +108,14 @@ class Offloader:
     def close(self) -> None:
         """Begin no more copies."""
         self.clear()
-        for queue in self._queues:
-            if queue.timer is not None:
-                queue.timer.cancel()
 
     def go_on(self) -> None:
         """Begin the copies that there is room for now."""
-        for number, hashes in self._upcoming.take():
-            self._enqueue(self._written_back[number], hashes)
         for queue in self._queues:
-            while queue.waiting and (room := self._room(queue)) > 0:
+            while (
+                queue.waiting
+                and (room := min(self._pinned_max - self._held.total(), queue.tier.offload_room)) > 0
+            ):
                 hashes, start = queue.waiting.popleft()
                 end = self._begin(queue, hashes, start, room)
                 if end < len(hashes):
@@ -182,19 +133,6 @@ class Offloader:
         if len(queue.hanging) > _WAITING_MAX:
             lost = queue.hanging.pop(next(iter(queue.hanging)))
             queue.counters.dropped_blocks += len(lost) - 1
-
-    def _room(self, queue: _Queue) -> int:
-        """Count the blocks that may be begun for a tier now; sets a timer if its budget says later."""
-        room = min(self._pinned_max - self._held.total(), queue.tier.offload_room)
-        if room <= 0 or queue.budget is None or self._is_idle:
-            return room
-        wait_s = queue.budget.wait_s
-        if wait_s > 0:
-            if queue.timer is not None:
-                queue.timer.cancel()
-            queue.timer = self._clock.call_later(wait_s, self.go_on)
-            return 0
-        return min(room, max(int(queue.budget.piece_bytes / queue.tier.block_bytes), 1))
 
     def _begin(self, queue: _Queue, hashes: HashArray, start: int, room: int) -> int:
         """Begin to copy at most `room` blocks of a prefix; its first `start` blocks were begun before.
@@ -215,8 +153,6 @@ class Offloader:
             self._held.update(read)
             queue.reading.update(read)
             queue.counters.offloaded_blocks += len(read)
-            if queue.budget is not None and not self._is_idle:
-                queue.budget.take(len(read) * tier.block_bytes)
             refused = _count_refused(queue, hashes[start:end], block_ids[start:end])
         if end < len(block_ids) and not refused:
             return max(end, start)

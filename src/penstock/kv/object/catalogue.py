@@ -7,8 +7,8 @@ from penstock.core.log import get_logger
 from penstock.kv.object.config import PacksConfig
 from penstock.kv.object.counts import PackCounts
 from penstock.kv.object.index import PackIndex
-from penstock.kv.object.pack import NAME, PackDamaged, count_blocks, head_bytes, parse_head
 from penstock.transfer.storage.bucket import Bucket, ObjectInfo
+from penstock.transfer.storage.packs import NAME, PackDamaged, count_blocks, head_bytes, parse_head
 
 _HEAD_GUESS_BYTES = 4096  # enough for 126 blocks
 _HEAD_READERS = 4

@@ -8,8 +8,8 @@ import numpy as np
 
 from penstock.core.types.events import BlockRemoved, BlockStored, KvEvent, Tier
 from penstock.core.wire import HashArray, pack_hashes
-from penstock.kv.object.pack import BLOCKS_MAX, Pack
 from penstock.kv.pool.prefixes import block_keys
+from penstock.transfer.storage.packs import BLOCKS_MAX, Pack
 
 _EVENT_BLOCKS_MAX = 1 << 14
 """Blocks in the events of one `take_events`, so that a large store does not hold a step up."""

@@ -19,16 +19,17 @@ from penstock.core.errors import ConfigError, DeadlineExceeded
 from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
 from penstock.core.wire import HashArray
-from penstock.kv.buffers import Buffers, Bytes, block_views, crc32c
+from penstock.kv.buffers import Buffers, Bytes, block_views
 from penstock.kv.namespace import Namespace
 from penstock.kv.object.catalogue import PackCatalogue
 from penstock.kv.object.config import PacksConfig
 from penstock.kv.object.counts import PackCounts
 from penstock.kv.object.index import Entry, PackIndex
-from penstock.kv.object.pack import BLOCKS_MAX, RECORD, Pack
 from penstock.kv.object.writer import PackWriter
+from penstock.transfer.regions.checksum import crc32c
 from penstock.transfer.storage.bucket import Bucket
 from penstock.transfer.storage.io_threads import Bounce, IoThreads
+from penstock.transfer.storage.packs import BLOCKS_MAX, RECORD, Pack
 
 _CLOSE_S = 2.0
 """How long the context's end waits for packs that are being put."""

@@ -8,8 +8,8 @@ import numpy as np
 
 from penstock.core.errors import TransferError
 from penstock.kv.buffers import Bytes
-from penstock.kv.object.pack import Pack, Records, head_bytes, make_head
 from penstock.transfer.storage.bucket import Bucket
+from penstock.transfer.storage.packs import Pack, Records, head_bytes, make_head
 
 
 @dataclass(slots=True, eq=False)

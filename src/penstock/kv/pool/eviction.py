@@ -1,9 +1,8 @@
-"""Python reference of the native `Eviction`: which idle block of a pool goes first, by a key and leaf first.
+"""Python reference of the native `Eviction`: which idle block of a pool goes first, leaf first.
 
-A leaf is an idle block that no idle block has as its parent. The leaf of the lowest (priority, key) goes; among equal keys
-the one whose last use is older. This copy looks at all leaves each time; the native one keeps them in heaps.
-
-Sources: LFU with dynamic ageing, Arlitt et al. 2000; ARC, Megiddo and Modha 2003; S3-FIFO, Yang et al. 2023.
+A leaf is an idle block that no idle block has as its parent. Of the lowest priority the leaf goes that is expected to lose
+the fewest seconds: the learned chance of its reuse, times what a token of its prefix costs. Among equal ones the leaf whose
+last use is older goes. This copy looks at all leaves each time; the native one keeps them in heaps.
 """
 
 import math
@@ -11,11 +10,10 @@ from dataclasses import dataclass
 
 from penstock.core.ids import BlockId
 from penstock.kv.pool.reuse import ReuseTable
-from penstock.kv.pool.use import BlockUse, EvictionPolicy, PrefillPrice
+from penstock.kv.pool.use import BlockUse, PrefillPrice
 
 _GHOSTS_PER_BLOCK = 4
-"""Evicted blocks that `Seconds` remembers, for each block of the pool; the queues remember one."""
-_S3_USES_MAX = 3
+"""Evicted blocks that are remembered, for each block of the pool."""
 
 
 @dataclass(slots=True)
@@ -26,10 +24,10 @@ class _Block:
     last: int
     order: int = 0
     unused: int = 0
-    key: float = 0.0
     until_s: float = math.inf
     uses: int = 0
     segment: int = 0
+    """Class of the `ReuseTable`."""
     priority: int = 0
     kind: int = 0
     watched: int = 0
@@ -40,13 +38,13 @@ class _Block:
 class _Ghost:
     """What is remembered of an evicted block."""
 
-    last: int = 0
-    uses: int = 0
-    segment: int = 0
-    watched: int = 0
+    last: int
+    uses: int
+    segment: int
+    watched: int
 
 
-class Ghosts:
+class _Ghosts:
     """Evicted blocks by their hash. A block that came back still takes its place until that place's turn is over."""
 
     def __init__(self, most: int) -> None:
@@ -85,37 +83,17 @@ class Ghosts:
 
 
 class Eviction:
-    """What all policies share: leaves, priorities and their ends. `ReferencePool` says what happens to blocks."""
+    """Orders the leaves of a pool by expected seconds lost; `ReferencePool` says what happens to blocks."""
 
-    def __init__(self, num_blocks: int, ghosts: int = 0) -> None:
-        self._num_blocks = num_blocks
+    def __init__(self, num_blocks: int, block_size: int, price: PrefillPrice) -> None:
+        self._block_size = block_size
+        self._price = price
+        self._reuse = ReuseTable(num_blocks)
+        self._ghosts = _Ghosts(_GHOSTS_PER_BLOCK * num_blocks)
         self._blocks: dict[BlockId, _Block] = {}
         self._leaves: set[BlockId] = set()
-        self._ghosts = Ghosts(ghosts) if ghosts else None
         self._now = 0
         self._order = 0
-
-    # ---- what a policy says
-    def _enter(self, block: _Block, ghost: _Ghost | None) -> None:
-        """Set what a block that enters the cache begins with; `ghost` is what is remembered of it."""
-
-    def _use(self, block: _Block) -> None:
-        """Note one use."""
-        raise NotImplementedError
-
-    def _key(self, block: _Block) -> float:
-        """Return the key of a leaf; the lowest goes."""
-        return block.key
-
-    def _gone(self, block: _Block, key: bytes) -> None:
-        """Note that a block was evicted."""
-
-    def _left(self, block: _Block) -> None:
-        """Note that a block left the cache, evicted or not."""
-
-    def _first_key(self) -> float:
-        """Return the key of a block that no request used."""
-        return float(self._order)
 
     # ---- what happens to blocks
     def first_taken(self) -> None:
@@ -125,13 +103,22 @@ class Eviction:
     def commit(self, block_id: BlockId, key: bytes, depth: int) -> None:
         """A block enters the cache as the `depth`-th of its prefix."""
         block = self._blocks[block_id] = _Block(depth, self._now)
-        self._enter(block, self._ghosts.take(key) if self._ghosts is not None else None)
+        block.segment = self._class_of(block)
+        ghost = self._ghosts.take(key)
+        if ghost is not None:
+            block.segment, block.uses, block.last = ghost.segment, ghost.uses, ghost.last
+            block.unused, block.watched = self._now - ghost.last, ghost.watched
 
     def use(self, block_id: BlockId, use: BlockUse) -> None:
         """A request that held the block ends."""
         block = self._blocks[block_id]
         block.kind = use.kind
-        self._use(block)
+        if block.uses > 0:
+            self._reuse.add(block.segment, block.watched, block.unused, is_reused=True)
+        self._touch(block)
+        block.uses += 1
+        block.unused, block.watched, block.last = 0, 0, self._now
+        block.segment = self._class_of(block)
         if use.priority >= block.priority or block.until_s == math.inf:
             block.priority, block.until_s = use.priority, use.until_s
 
@@ -143,18 +130,22 @@ class Eviction:
     def evicted(self, block_id: BlockId, key: bytes) -> None:
         self._now += 1
         block = self._blocks.pop(block_id)
-        self._left(block)
-        self._gone(block, key)
+        if block.uses > 0:
+            unused = self._now - block.last
+            watched = self._reuse.add(block.segment, block.watched, unused, is_reused=False)
+            dropped = self._ghosts.put(key, _Ghost(block.last, block.uses, block.segment, watched))
+            if dropped is not None:
+                unused = self._now - dropped.last
+                self._reuse.add(dropped.segment, dropped.watched, unused, is_reused=False)
 
     def forgotten(self, block_id: BlockId) -> None:
         """The content of a held block was wrong."""
-        self._left(self._blocks.pop(block_id))
+        del self._blocks[block_id]
 
     def reset(self) -> None:
         self._blocks.clear()
         self._leaves.clear()
-        if self._ghosts is not None:
-            self._ghosts.clear()
+        self._ghosts.clear()
 
     def expire(self, now_s: float, most: int) -> None:
         """Priorities up to that time end, of so many blocks."""
@@ -164,6 +155,10 @@ class Eviction:
         for _, block_id in sorted(over)[:most]:
             self._blocks[block_id].until_s, self._blocks[block_id].priority = math.inf, 0
 
+    def set_price(self, price: PrefillPrice) -> None:
+        """Set what a lost token costs from now on."""
+        self._price = price
+
     # ---- leaves
     def is_leaf(self, block_id: BlockId) -> bool:
         return block_id in self._leaves
@@ -171,9 +166,7 @@ class Eviction:
     def add_leaf(self, block_id: BlockId) -> None:
         block = self._blocks[block_id]
         if block.order == 0:
-            self._order += 1
-            block.order = self._order
-            block.key = self._first_key()
+            self._touch(block)
         self._leaves.add(block_id)
 
     def remove_leaf(self, block_id: BlockId) -> None:
@@ -184,198 +177,29 @@ class Eviction:
         if not self._leaves:
             return None
         lowest = min(self._blocks[leaf].priority for leaf in self._leaves)
-        return self._head([leaf for leaf in self._leaves if self._blocks[leaf].priority == lowest])
+        heads: dict[int, BlockId] = {}  # of a class only the longest unused is looked at
+        for leaf in self._leaves:
+            block = self._blocks[leaf]
+            if block.priority == lowest:
+                head = heads.get(block.segment)
+                if head is None or block.order < self._blocks[head].order:
+                    heads[block.segment] = leaf
+        return min(heads.values(), key=self.standing)
 
     def standing(self, leaf: BlockId) -> tuple[int, float, int]:
         """Return what leaves are compared by; the lowest goes."""
         block = self._blocks[leaf]
-        return block.priority, self._key(block), block.order
+        chance = self._reuse.index(block.segment, self._now - block.last)
+        return block.priority, chance * self._weight(block.depth), block.order
 
-    def set_price(self, price: PrefillPrice) -> None:
-        """Set what a lost token costs from now on, for policies that ask."""
-
-    def _head(self, leaves: list[BlockId]) -> BlockId:
-        return min(leaves, key=lambda leaf: (self._key(self._blocks[leaf]), self._blocks[leaf].order))
+    def _class_of(self, block: _Block) -> int:
+        return ReuseTable.class_of(block.uses, block.depth * self._block_size, block.kind)
 
     def _touch(self, block: _Block) -> None:
         self._order += 1
         block.order = self._order
-        block.key = float(self._order)
-
-
-class Lfu(Eviction):
-    """Least frequently used; a new block starts at the key of the last one that went, so that old fame fades."""
-
-    _floor = 0.0
-
-    def _use(self, block: _Block) -> None:
-        self._touch(block)
-        block.uses += 1
-        block.key = self._floor + block.uses
-
-    def _first_key(self) -> float:
-        return self._floor
-
-    def _head(self, leaves: list[BlockId]) -> BlockId:
-        first = super()._head(leaves)
-        self._floor = max(self._floor, self._blocks[first].key)
-        return first
-
-
-class _Queues(Eviction):
-    """Blocks in two queues, of those used once and of those used again."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks, ghosts=num_blocks)
-        self._num_cached = [0, 0]
-        self._num_ghosts = [0, 0]
-
-    def _enter(self, block: _Block, ghost: _Ghost | None) -> None:
-        block.segment = int(ghost is not None)
-        self._num_cached[block.segment] += 1
-
-    def _left(self, block: _Block) -> None:
-        self._num_cached[block.segment] -= 1
-
-    def _head_of(self, leaves: list[BlockId], queue: int) -> BlockId:
-        """Return the head of that queue, or of the other one if no leaf is in it."""
-        in_queue = [leaf for leaf in leaves if self._blocks[leaf].segment == queue]
-        return super()._head(in_queue or leaves)
-
-    def reset(self) -> None:
-        super().reset()
-        self._num_cached = [0, 0]
-        self._num_ghosts = [0, 0]
-
-
-class Arc(_Queues):
-    """Adaptive replacement: evicted blocks that come back say which queue is too short."""
-
-    _target = 0.0
-
-    def _enter(self, block: _Block, ghost: _Ghost | None) -> None:
-        if ghost is not None:
-            ours, others = self._num_ghosts[ghost.segment], self._num_ghosts[1 - ghost.segment]
-            step = max(1.0, others / ours)
-            if ghost.segment == 0:
-                self._target = min(float(self._num_blocks), self._target + step)
-            else:
-                self._target = max(0.0, self._target - step)
-            self._num_ghosts[ghost.segment] -= 1
-        super()._enter(block, ghost)
-
-    def _use(self, block: _Block) -> None:
-        self._touch(block)
-        block.uses += 1
-        if block.uses > 1 and block.segment == 0:
-            self._num_cached[0] -= 1
-            self._num_cached[1] += 1
-            block.segment = 1
-
-    def _gone(self, block: _Block, key: bytes) -> None:
-        assert self._ghosts is not None
-        self._num_ghosts[block.segment] += 1
-        dropped = self._ghosts.put(key, _Ghost(segment=block.segment))
-        if dropped is not None:
-            self._num_ghosts[dropped.segment] -= 1
-
-    def _head(self, leaves: list[BlockId]) -> BlockId:
-        return self._head_of(leaves, 0 if self._num_cached[0] > self._target else 1)
-
-
-class S3Fifo(_Queues):
-    """Three queues: a short one that most blocks leave unused, a long one with further rounds for used ones, and ghosts."""
-
-    def _use(self, block: _Block) -> None:
-        if block.order == 0:
-            self._touch(block)
-        else:
-            block.uses = min(_S3_USES_MAX, block.uses + 1)
-
-    def _gone(self, block: _Block, key: bytes) -> None:
-        if block.segment == 0:
-            assert self._ghosts is not None
-            self._ghosts.put(key, _Ghost())
-
-    def _head(self, leaves: list[BlockId]) -> BlockId:
-        while True:
-            leaf = self._head_of(leaves, 0 if self._num_cached[0] * 10 > self._num_blocks else 1)
-            block = self._blocks[leaf]
-            if block.uses == 0:
-                return leaf
-            self._num_cached[block.segment] -= 1
-            block.uses = block.uses - 1 if block.segment else 0
-            block.segment = 1
-            self._num_cached[1] += 1
-            self._touch(block)
-
-
-class Seconds(Eviction):
-    """Fewest expected seconds lost: the learned chance of reuse, times what a token of the block's prefix costs."""
-
-    def __init__(self, num_blocks: int, block_size: int, price: PrefillPrice) -> None:
-        super().__init__(num_blocks, ghosts=_GHOSTS_PER_BLOCK * num_blocks)
-        self._block_size = block_size
-        self._price = price
-        self._reuse = ReuseTable(num_blocks)
-
-    def _enter(self, block: _Block, ghost: _Ghost | None) -> None:
-        block.segment = ReuseTable.class_of(0, block.depth * self._block_size, 0)
-        if ghost is not None:
-            block.segment, block.uses, block.last = ghost.segment, ghost.uses, ghost.last
-            block.unused, block.watched = self._now - ghost.last, ghost.watched
-
-    def _use(self, block: _Block) -> None:
-        if block.uses > 0:
-            self._reuse.add(block.segment, block.watched, block.unused, is_reused=True)
-        self._touch(block)
-        block.uses += 1
-        block.unused, block.watched, block.last = 0, 0, self._now
-        block.segment = ReuseTable.class_of(block.uses, block.depth * self._block_size, block.kind)
-
-    def _head(self, leaves: list[BlockId]) -> BlockId:
-        heads: dict[int, BlockId] = {}  # of a class only the longest unused is looked at
-        for leaf in leaves:
-            block = self._blocks[leaf]
-            head = heads.get(block.segment)
-            if head is None or block.order < self._blocks[head].order:
-                heads[block.segment] = leaf
-        return super()._head(list(heads.values()))
-
-    def _key(self, block: _Block) -> float:
-        return self._reuse.index(block.segment, self._now - block.last) * self._weight(block.depth)
-
-    def set_price(self, price: PrefillPrice) -> None:
-        self._price = price
 
     def _weight(self, depth: int) -> float:
         """Mean seconds of a token up to that depth: if the prefix goes, all its blocks go, not only the dearest last one."""
         token_s, deeper_s, load_s = self._price
         return min(load_s, token_s + deeper_s * (depth * self._block_size) * 0.5)
-
-    def _gone(self, block: _Block, key: bytes) -> None:
-        if block.uses > 0:
-            assert self._ghosts is not None
-            unused = self._now - block.last
-            watched = self._reuse.add(block.segment, block.watched, unused, is_reused=False)
-            dropped = self._ghosts.put(key, _Ghost(block.last, block.uses, block.segment, watched))
-            if dropped is not None:
-                unused = self._now - dropped.last
-                self._reuse.add(dropped.segment, dropped.watched, unused, is_reused=False)
-
-
-def make_eviction(
-    policy: EvictionPolicy, num_blocks: int, block_size: int, price: PrefillPrice
-) -> Eviction | None:
-    """Make the reference of a policy; None for lru, whose order is the pool's own list of idle blocks."""
-    match policy:
-        case "lru":
-            return None
-        case "lfu":
-            return Lfu(num_blocks)
-        case "arc":
-            return Arc(num_blocks)
-        case "s3-fifo":
-            return S3Fifo(num_blocks)
-        case "seconds":
-            return Seconds(num_blocks, block_size, price)

@@ -62,7 +62,7 @@ class BlockPool:
         Args:
             num_blocks: size; block ids are 0 to `num_blocks` - 1.
             block_size: tokens in a block.
-            eviction: which idle block goes first. `lru` keeps one list and knows no priorities; the others never evict a
+            eviction: which idle block goes first. `lru` keeps one list and knows no priorities; `seconds` never evicts a
                 block before its idle children.
             tier: where the blocks are, for events.
             price: what a lost block costs, for `seconds`.
@@ -130,14 +130,6 @@ class BlockPool:
             the evicted chains, in the order of eviction. `allocate` evicts too, but does not return what.
         """
         return _chains(self._states.make_room(count))
-
-    def upcoming(self, count: int) -> list[Evicted]:
-        """Find what `make_room` would evict if asked now, or what there is of it; nothing is evicted.
-
-        It is a forecast: it counts no shares of tenants, `s3-fifo` and `arc` choose between their queues as they go, `lfu` places
-        a block of no use when its last child goes, and with `seconds` chances change with each eviction. It looks at every idle block that may go.
-        """
-        return _chains(self._states.upcoming(count))
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """Allocate `count` blocks with one reference each, evicting idle ones as needed; None if fewer are available."""

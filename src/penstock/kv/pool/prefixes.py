@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.records import Records
+from penstock.transfer.storage.slots import Records
 
 
 def block_keys(hashes: HashArray) -> list[bytes]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
-from penstock.kv.pool.eviction import make_eviction
+from penstock.kv.pool.eviction import Eviction
 from penstock.kv.pool.tenants import NOBODY, Tenants
 from penstock.kv.pool.use import BlockUse, EvictionPolicy, PrefillPrice, UseKind
 
@@ -52,7 +52,10 @@ class ReferencePool:
         tenant_blocks: int | None = None,
     ) -> None:
         self._num_blocks = num_blocks
-        self._eviction = make_eviction(policy, num_blocks, block_size, price or PrefillPrice())
+        self._eviction = (
+            None if policy == "lru" else Eviction(num_blocks, block_size, price or PrefillPrice())
+        )
+        """None: the order is that of `_idle`."""
         self._tenants = (
             None if tenant_blocks is None or tenant_blocks >= num_blocks else Tenants(tenant_blocks)
         )
@@ -103,28 +106,6 @@ class ReferencePool:
         if not len(self._free) < count <= self.num_available:
             return []
         return self._chains(self._evict(count - len(self._free)))
-
-    def upcoming(self, count: int) -> list[Evicted]:
-        most = min(max(count - len(self._free), 0), len(self._idle))
-        return self._chains([(block_id, self._key_of(block_id)) for block_id in self._next_victims(most)])
-
-    def _next_victims(self, count: int) -> list[BlockId]:
-        if self._eviction is None:
-            return list(self._idle)[:count]
-        standing, left = self._eviction.standing, Counter(self._prefixes.idle_children)
-        leaves = [block_id for block_id in self._idle if self._eviction.is_leaf(block_id)]
-        victims: list[BlockId] = []
-        while leaves and len(victims) < count:
-            first = min(leaves, key=lambda leaf: (standing(leaf), leaf))
-            leaves.remove(first)
-            victims.append(first)
-            parent = self._parent_of[first]
-            if parent is not None:
-                left[parent] -= 1
-                above = self._prefixes.idle.get(parent)
-                if left[parent] == 0 and above is not None:
-                    leaves.append(above)
-        return victims
 
     def _chains(self, victims: list[tuple[BlockId, bytes]]) -> list[Evicted]:
         """Join victims, in the order of eviction, to chains; of one sequence the first block goes last."""

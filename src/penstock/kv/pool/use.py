@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from penstock.core.types.requests import KV_PRIORITY_MAX, KV_PRIORITY_MIN
 
-EvictionPolicy = Literal["lru", "lfu", "arc", "s3-fifo", "seconds"]
+EvictionPolicy = Literal["lru", "seconds"]
 """Which idle block a full pool evicts first."""
 
 PRIORITY_MIN, PRIORITY_MAX = KV_PRIORITY_MIN, KV_PRIORITY_MAX

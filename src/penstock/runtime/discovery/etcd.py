@@ -25,15 +25,11 @@ from penstock.core.types.instances import Instance, InstanceChange
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.credentials import Credentials, Password
 from penstock.runtime.discovery.registrations import (
-    KEPT_LEASES,
     RecordError,
     Records,
-    RefusedStarts,
     Registrations,
     RegistryMetrics,
     StoredRegistration,
-    refused_start,
-    start_key,
 )
 from penstock.runtime.discovery.view import RegistryView
 from penstock.runtime.handshake import Identity
@@ -414,7 +410,7 @@ class EtcdDiscovery:
         Args:
             urls: endpoints of etcd, `http://HOST:2379` or https.
             identity: has the deployment's secret and hash key.
-            namespace: of the deployment; keys are `/penstock/NAMESPACE/workers/ID` and `.../starts/ID`.
+            namespace: of the deployment; keys are `/penstock/NAMESPACE/workers/ID`.
             rng: for jitter.
             tls: certificates for https.
             credentials: of etcd's user, where it asks for one.
@@ -431,9 +427,7 @@ class EtcdDiscovery:
         self._records = Records(identity)
         self._metrics = metrics or RegistryMetrics(None)
         self._namespace = namespace
-        self._root = f"/penstock/{namespace}/".encode()
-        self._prefix = self._root + b"workers/"
-        self._starts = self._root + b"starts/"
+        self._prefix = f"/penstock/{namespace}/workers/".encode()
         self._rng = rng
         self._view = RegistryView(
             self._records,
@@ -443,7 +437,6 @@ class EtcdDiscovery:
             watchers_max=self._config.connections_max,
             is_reachable=lambda: self._is_watching,
         )
-        self._refused_starts = RefusedStarts(self._metrics)
         self._ttl_s = max(1, math.ceil(self._config.lease_ttl_s))
         self._lease: str | None = None
         self._registrations = Registrations(self._config, problem=lambda: self._problem)
@@ -484,19 +477,10 @@ class EtcdDiscovery:
             try:
                 self._records.decode(pair.value)
             except RecordError as error:
-                await self._note_refused_start(error.reason)
                 raise ConfigError(
                     f"etcd at {self._client.url}: namespace {self._namespace}: worker {pair.key[len(self._prefix) :].decode()}"
                     f" is registered there, and {error.message}"
                 ) from error
-
-    async def _note_refused_start(self, reason: str) -> None:
-        """Leave a note for the running deployment that this process gives up its start."""
-        try:
-            lease = await self._client.grant(KEPT_LEASES * self._ttl_s)
-            await self._client.put(self._starts + start_key().encode(), refused_start(reason), lease)
-        except Unavailable as error:
-            _log.debug("refused_start_not_noted", error=error.message)
 
     async def register(self, instance: Instance) -> StoredRegistration:
         return await self._registrations.register(instance)
@@ -592,7 +576,7 @@ class EtcdDiscovery:
             await asyncio.sleep(self._config.retry_delay_s(tries, self._rng))
 
     async def _watch_once(self) -> None:
-        listing = await self._client.read(self._root)
+        listing = await self._client.read(self._prefix)
         self._apply(listing.pairs)
         present = {
             worker_id
@@ -600,7 +584,7 @@ class EtcdDiscovery:
             if pair.value != _WITHDRAWN and (worker_id := self._worker_id(pair.key)) is not None
         }
         self._view.sync(present)
-        async with aclosing(self._client.watch(self._root, listing.revision)) as changes:
+        async with aclosing(self._client.watch(self._prefix, listing.revision)) as changes:
             async for pairs in changes:
                 if not self._is_watching:
                     self._is_watching = True
@@ -620,8 +604,6 @@ class EtcdDiscovery:
 
     def _apply(self, pairs: Sequence[KeyValue]) -> None:
         for pair in pairs:
-            if pair.key.startswith(self._starts) and not pair.is_deleted:
-                self._refused_starts.note(pair.key.decode(errors="replace"), pair.value)
             worker_id = self._worker_id(pair.key)
             if worker_id is None:
                 continue

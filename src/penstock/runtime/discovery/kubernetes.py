@@ -25,12 +25,9 @@ from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.registrations import (
     RecordError,
     Records,
-    RefusedStarts,
     Registrations,
     RegistryMetrics,
     StoredRegistration,
-    refused_start,
-    start_key,
 )
 from penstock.runtime.discovery.view import RegistryView
 from penstock.runtime.handshake import Identity
@@ -46,13 +43,11 @@ from penstock.runtime.kubernetes import (
 
 DEPLOYMENT_LABEL = "penstock.dev/deployment"
 RECORD = "penstock.dev/registration"
-REFUSED_START = "penstock.dev/refused-start"
 _NAME, _RECORD_NAME = "penstock-worker-", "penstock-record-"
 _RENEWALS_PER_S, _WORKERS_FOR_ONE_MORE = 0.7, 300
 """All workers of a namespace together renew about 0.7 times a second, and once more for every 300 of them."""
 _INT32_MAX = 2**31 - 1
 _NUMBER = re.compile("[0-9a-f]{16}")
-_START = "penstock-start-"
 
 
 def renewal_s(num_workers: int, ttl_s: float) -> float:
@@ -154,18 +149,6 @@ def renewed(valid_s: float) -> Object:
     return {"renewTime": now(), "leaseDurationSeconds": max(1, math.ceil(valid_s))}
 
 
-def start_lease(key: str, data: bytes, *, deployment: str, pod: Pod | None) -> Object:
-    """Make the Lease that is the note of a refused start: it has no holder, and its process deletes it at once."""
-    return _lease(f"{_START}{key}", deployment, pod, **{REFUSED_START: base64.b64encode(data).decode()})
-
-
-def start_of(body: Object) -> bytes | None:
-    """Give the note in a Lease of `start_lease`; None for other Leases."""
-    if not body["metadata"]["name"].startswith(_START):
-        return None
-    return _decoded(_mapping(body["metadata"].get("annotations")).get(REFUSED_START, ""))
-
-
 def _decoded(text: object) -> bytes:
     """Decode an annotation; empty for what is not base64."""
     try:
@@ -217,7 +200,6 @@ class LeaseWatcher:
         self._client = client
         self._labels = labels
         self._ttl_s = ttl_s
-        self._refused_starts = RefusedStarts(metrics)
         self._seen: dict[WorkerId, Seen] = {}
         self._records: dict[WorkerId, bytes] = {}
         self._renewed_s: dict[WorkerId, float] = {}
@@ -239,8 +221,6 @@ class LeaseWatcher:
         self._view.sync(present, missing)
 
     def put(self, body: Object) -> None:
-        if (start := start_of(body)) is not None:
-            self._refused_starts.note(body["metadata"]["name"], start)
         if (found := record_in(body)) is not None:
             self._take_record(*found)
         seen = Seen.of(body)
@@ -474,20 +454,10 @@ class KubernetesDiscovery:
             try:
                 self._records.decode(records[seen.worker_id])
             except RecordError as error:
-                await self._note_refused_start(error.reason)
                 raise ConfigError(
                     f"Kubernetes at {self._client.access.server}: namespace {self._namespace}: worker {seen.worker_id:x} is"
                     f" registered there, and {error.message}"
                 ) from error
-
-    async def _note_refused_start(self, reason: str) -> None:
-        """Leave a note for the running deployment that this process gives up its start: its watches see the Lease come and go."""
-        lease = start_lease(start_key(), refused_start(reason), deployment=self._namespace, pod=self._pod)
-        try:
-            await self._client.create(LEASES, lease)
-            await self._client.delete(LEASES, lease["metadata"]["name"])
-        except Unavailable as error:
-            _log.debug("refused_start_not_noted", error=error.message)
 
     async def register(self, instance: Instance) -> StoredRegistration:
         return await self._registrations.register(instance)

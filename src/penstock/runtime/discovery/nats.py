@@ -24,19 +24,15 @@ from penstock.core.types.instances import Instance, InstanceChange
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.credentials import Credentials
 from penstock.runtime.discovery.registrations import (
-    KEPT_LEASES,
     RecordError,
     Records,
-    RefusedStarts,
     Registrations,
     RegistryMetrics,
     StoredRegistration,
-    refused_start,
-    start_key,
 )
 from penstock.runtime.discovery.view import RegistryView
 from penstock.runtime.handshake import Identity
-from penstock.runtime.nats import ERRORS, NatsConnection, uncancelled
+from penstock.runtime.nats import NatsConnection, uncancelled
 from penstock.runtime.tls import PlaneTlsConfig
 
 
@@ -78,7 +74,9 @@ class Leases:
         return lapsed
 
 
-_WORKER, _BEAT, _START = "worker.", "beat.", "start."
+_WORKER, _BEAT = "worker.", "beat."
+_KEPT_LEASES = 3
+"""Lease times after which a key of the bucket expires."""
 _log = get_logger()
 
 
@@ -135,7 +133,6 @@ class NatsDiscovery:
             watchers_max=self._config.connections_max,
             is_reachable=lambda: self._is_watching,
         )
-        self._refused_starts = RefusedStarts(self._metrics)
         self._seen: dict[WorkerId, bytes] = {}
         self._registrations = Registrations(
             self._config,
@@ -181,18 +178,10 @@ class NatsDiscovery:
         try:
             self._records.decode(data)
         except RecordError as error:
-            await self._note_refused_start(bucket, error.reason)
             raise ConfigError(
                 f"NATS at {self._connection.place}: namespace {self._namespace}: worker {key.removeprefix(_WORKER)} is registered"
                 f" there, and {error.message}"
             ) from error
-
-    async def _note_refused_start(self, bucket: KeyValue, reason: str) -> None:
-        """Leave a note for the running deployment that this process gives up its start."""
-        try:
-            await bucket.put(_START + start_key(), refused_start(reason))
-        except ERRORS as error:
-            _log.debug("refused_start_not_noted", error=str(error))
 
     async def register(self, instance: Instance) -> StoredRegistration:
         return await self._registrations.register(instance)
@@ -230,7 +219,7 @@ class NatsDiscovery:
         stream = client.jetstream(timeout=self._config.connect_timeout_s)
         with suppress(nats.js.errors.NotFoundError):
             return await stream.key_value(self._bucket)
-        ttl_s = KEPT_LEASES * self._config.lease_ttl_s  # of each key
+        ttl_s = _KEPT_LEASES * self._config.lease_ttl_s
         try:
             return await stream.create_key_value(bucket=self._bucket, ttl=ttl_s, storage=StorageType.MEMORY)
         except nats.js.errors.BadRequestError as refused:  # also said to all but one that create it at once
@@ -289,8 +278,6 @@ class NatsDiscovery:
                     self._metrics.connected.set(1)
                     _log.info("registry_connected", registry=self._connection.place, workers=len(self._view))
                 self._take_beat(loop.time())
-            elif entry.key.startswith(_START):
-                self._refused_starts.note(entry.key, entry.value or b"")
             elif (worker_id := _worker_id(entry.key)) is not None:
                 self._apply(worker_id, entry, present)
 

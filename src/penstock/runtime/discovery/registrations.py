@@ -1,9 +1,6 @@
 """What one process registers in etcd, NATS or Kubernetes, and which of its registrations are not there yet."""
 
 import asyncio
-import secrets
-import socket
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -47,12 +44,6 @@ class RegistryMetrics:
         self.refused = Counter(
             "penstock_runtime_registrations_refused",
             "Registrations that this process cannot use: damaged, of another version, secret or hash_key.",
-            ["reason"],
-            registry=registry,
-        )
-        self.refused_starts = Counter(
-            "penstock_runtime_refused_starts",
-            "Starts of other deployments or releases in this namespace of the registry that were given up there.",
             ["reason"],
             registry=registry,
         )
@@ -261,78 +252,3 @@ class Records:
 
 _records: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 _instances: msgspec.msgpack.Decoder[Instance] = msgspec.msgpack.Decoder(Instance)
-
-
-KEPT_LEASES = 3
-"""Lease times after which a note expires."""
-_HOST_CHARACTERS_MAX = 64
-_KNOWN_MAX = 1024
-_SEPARATE = (
-    "give each deployment a runtime.namespace of its own, and all hosts of one the same secret and graph name"
-)
-_FIXES = {
-    "secret": _SEPARATE,
-    "hash_key": _SEPARATE,
-    "version": "update the older side: releases whose wire versions differ by one work together",
-    "damaged": "something else writes into this namespace of the registry; give it a place of its own",
-}
-
-
-class RefusedStart(Wire, frozen=True, tag="refused_start"):
-    """A process that gave up its start. All releases read this, so the fields never change.
-
-    Attributes:
-        host: of the process.
-        reason: what differs from the registrations found: `secret`, `hash_key`, `version` or `damaged`.
-        wire_version: of the process.
-    """
-
-    host: str
-    reason: str
-    wire_version: int
-
-
-_decoder: msgspec.msgpack.Decoder[RefusedStart] = msgspec.msgpack.Decoder(RefusedStart)
-
-
-def refused_start(reason: str) -> bytes:
-    """Encode this process's note."""
-    host = socket.gethostname()[:_HOST_CHARACTERS_MAX]
-    return _encoder.encode(RefusedStart(host=host, reason=reason, wire_version=WIRE_VERSION))
-
-
-def start_key() -> str:
-    """Make a random key for a note."""
-    return secrets.token_hex(8)
-
-
-class RefusedStarts:
-    """Logs and counts each refused start once. One event loop owns it."""
-
-    def __init__(self, metrics: RegistryMetrics) -> None:
-        """Begin without notes."""
-        self._metrics = metrics
-        self._known: OrderedDict[str, None] = OrderedDict()
-
-    def note(self, key: str, data: bytes) -> None:
-        """Log and count a note, unless that was done. Malformed notes are ignored."""
-        if key in self._known:
-            return
-        self._known[key] = None
-        if len(self._known) > _KNOWN_MAX:
-            self._known.popitem(last=False)
-        try:
-            start = _decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return
-        reason = start.reason if start.reason in _FIXES else "other"
-        self._metrics.refused_starts.labels(reason).inc()
-        _log.warning(
-            "start_refused",
-            host=start.host[:_HOST_CHARACTERS_MAX],
-            reason=reason,
-            wire_version=start.wire_version,
-            own_wire_version=WIRE_VERSION,
-            error="a process of another deployment or release found this one's workers, and gave up its start",
-            fix=_FIXES.get(reason, _SEPARATE),
-        )

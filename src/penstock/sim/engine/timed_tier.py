@@ -14,7 +14,7 @@ from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import commit_runs, split_prefix
 from penstock.kv.pool.use import BlockUse, EvictionPolicy
 from penstock.perf.latency import LatencyModel
-from penstock.seams.kv import Admission, KvTier, OffloadPolicy
+from penstock.seams.kv import KvTier
 from penstock.sim.engine.timing import Pace
 
 _USE = BlockUse()
@@ -26,13 +26,11 @@ class LowerTier(NamedTuple):
     Attributes:
         tier: where it is.
         num_blocks: how many it keeps.
-        admission: which blocks it is given.
         eviction: which block a full one evicts first; a block is used when it is stored and at each load.
     """
 
     tier: Tier
     num_blocks: int
-    admission: Admission = Admission.ALL
     eviction: EvictionPolicy = "lru"
 
 
@@ -71,7 +69,6 @@ class TimedTier(KvTier):
         """
         self.tier = kind.tier
         self.num_blocks = kind.num_blocks
-        self.offload_policy = OffloadPolicy(kind.admission)
         self.pool = BlockPool(kind.num_blocks, block_size, kind.eviction, kind.tier)
         """Its index, for reports and checks."""
         self.block_bytes = round(latency.kv_bytes_per_token * block_size)

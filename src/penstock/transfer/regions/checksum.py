@@ -44,6 +44,12 @@ def checksum_ranges(addresses: Numbers, lengths: Numbers) -> Sums:
     return sums
 
 
+def crc32c(view: NDArray[np.uint8]) -> int:
+    """Compute the checksum of contiguous bytes."""
+    address, length = np.array([view.ctypes.data], np.uint64), np.array([view.size], np.uint64)
+    return int(checksum_ranges(address, length)[0])
+
+
 def copy_summed(
     targets: Numbers, sources: Numbers, lengths: Numbers, threads: int = 1, stop: Stop | None = None
 ) -> Sums | None:

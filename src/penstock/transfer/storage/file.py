@@ -1,13 +1,19 @@
-"""Storage `file`: moves bytes between this agent's memory and its own files, which are slabs (`storage.slab`).
+"""Storage `file`: moves bytes between this agent's memory and its own files, which are slot files (`storage.slots`).
 
 Peers do not reach an agent's files; they read its memory.
 """
 
 import asyncio
+import ctypes
+import hashlib
 import os
+import sys
+import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from penstock.core.descriptors import (
     MAIN_MEMORY,
@@ -18,15 +24,15 @@ from penstock.core.descriptors import (
     TransferCost,
     TransferOp,
 )
-from penstock.core.errors import ConfigError, TransferRefused
+from penstock.core.errors import ChecksumMismatch, ConfigError, TransferError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.seams import Move, TransportHost
+from penstock.transfer.regions.checksum import crc32c
 from penstock.transfer.regions.quarantine import call_after
-from penstock.transfer.regions.regions import addresses_of, distinct
-from penstock.transfer.storage.block_sums import BLOCK_BYTES
-from penstock.transfer.storage.extents import Extents
+from penstock.transfer.regions.regions import distinct
 from penstock.transfer.storage.io_threads import Bounce, IoThreads, Job
-from penstock.transfer.storage.slab import Disk, Slab
+from penstock.transfer.storage.pieces import BlockPieces, pieces_by_block
+from penstock.transfer.storage.slots import ALIGNMENT, RECORD, Disk, Slots, failure
 
 _log = get_logger()
 _GRACE_S = 0.1
@@ -35,87 +41,199 @@ _CLOSE_S = 2.0
 """Longest wait for a file to close; afterwards its thread closes it in the background."""
 _COST = TransferCost(start_s=2e-4, range_s=5e-6, bytes_per_s=2e9)
 """A virtio disk with O_DIRECT, 1 MiB at a time: 1 to 4 GB/s, measured."""
+BLOCK_BYTES = 256 << 10
+"""Of a stored region, unless it says otherwise."""
+_NAMESPACE = hashlib.blake2b(b"FileRegion", digest_size=16).digest()
+_LOCKS = 64
+_MEMORY = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
+"""The address space of this process; a slice is the memory between two addresses."""
 
 
 class FileRegion(Region):
-    """A file of a fixed size that is read and written like memory and kept across restarts: a slab.
+    """A file of a fixed size that is read and written like memory and kept across restarts: a slot file.
 
-    Its checksums are in a second file, `path` + ".crc32c". One agent at a time has it open. Reading a block that was never
-    written is an error.
+    Its records, with a checksum of each block, are in a second file, `path` + ".records". One agent at a time has it open. Reading
+    a block that was never written is an error.
 
     Attributes:
         path: its path; created by `register` if it does not exist.
+        block_bytes: bytes that one checksum covers, and that are read and written at once.
     """
 
-    __slots__ = ("path",)
+    __slots__ = ("block_bytes", "path")
 
     path: Path
+    block_bytes: int
 
-    def __init__(self, path: "str | os.PathLike[str]", size_bytes: int, *, name: str = "") -> None:
+    def __init__(
+        self,
+        path: "str | os.PathLike[str]",
+        size_bytes: int,
+        *,
+        block_bytes: int = BLOCK_BYTES,
+        name: str = "",
+    ) -> None:
         """Describe it; `register` opens it.
 
         Args:
             path: in an existing directory.
-            size_bytes: a multiple of 4096; reserved on the disk at once.
+            size_bytes: a multiple of `block_bytes`; reserved on the disk at once.
+            block_bytes: a multiple of 4096. A transfer of a part of a block reads all of it, so give the usual length of a range.
             name: as in `Region`.
 
         Raises:
-            ConfigError: the size is no such multiple.
+            ConfigError: a size is no such multiple.
         """
-        if size_bytes < BLOCK_BYTES or size_bytes % BLOCK_BYTES:
-            raise ConfigError(
-                f"FileRegion {path}: size_bytes must be a multiple of {BLOCK_BYTES}, and not 0; got {size_bytes}"
-            )
+        check_sizes(f"FileRegion {path}", size_bytes, block_bytes)
         Region.__init__(self, kind=MemoryKind.FILE, size_bytes=size_bytes, name=name)
         object.__setattr__(self, "path", Path(path))
+        object.__setattr__(self, "block_bytes", block_bytes)
+
+
+def check_sizes(what: str, size_bytes: int, block_bytes: int) -> None:
+    """Check the sizes of a stored region.
+
+    Raises:
+        ConfigError: a block is not a multiple of 4096 bytes, or the region not one of its blocks.
+    """
+    if block_bytes < ALIGNMENT or block_bytes % ALIGNMENT:
+        raise ConfigError(
+            f"{what}: block_bytes must be a multiple of {ALIGNMENT}, and not 0; got {block_bytes}"
+        )
+    if size_bytes < block_bytes or size_bytes % block_bytes:
+        raise ConfigError(
+            f"{what}: size_bytes must be a multiple of block_bytes, which is {block_bytes}, and not 0; got {size_bytes}"
+        )
 
 
 @dataclass(slots=True, eq=False)
 class _OpenFile:
-    """A file and its own threads, so that a file that hangs does not block others. `opening` is the job that opens the slab."""
+    """A file and its own threads, so that a file that hangs does not block others. `opening` is the job that opens it."""
 
     region: FileRegion
     threads: IoThreads
-    found: Slab | None = None
+    slots: Slots | None = None
     opening: Job | None = None
-
-    @property
-    def slab(self) -> Slab:
-        """The slab, once it is open."""
-        assert self.found is not None, f"{self.region.path} is not open"
-        return self.found
+    locks: list[threading.Lock] = field(default_factory=lambda: [threading.Lock() for _ in range(_LOCKS)])
 
     def open(self, disk: Disk) -> None:
-        """Open the slab and reserve its space; may block for long.
+        """Open the file and reserve its space; may block for long.
 
         Raises:
             TransferError: it cannot be opened, or there is no space.
         """
-        self.found = Slab(self.region.path, self.region.size_bytes, disk)
-        self.found.reserve()
+        region = self.region
+        try:
+            self.slots = Slots(
+                region.path,
+                region.block_bytes,
+                region.size_bytes // region.block_bytes,
+                _NAMESPACE,
+                "a FileRegion",
+                disk=disk,
+                trusts_crashes=False,
+            )
+        except ConfigError as error:
+            raise TransferError(error.message) from error
+        except OSError as error:
+            raise failure(region.path, "opening", error) from error
+
+    def read(self, pieces: BlockPieces, bounce: Bounce, *, checksum: bool) -> None:
+        """Read a block into memory; blocks, and several threads may call it.
+
+        Raises:
+            ChecksumMismatch: its bytes do not fit its checksum, or it was never written.
+            TransferError: the disk failed.
+        """
+        view, address = self._memory_of(pieces, bounce)
+        with self.locks[pieces.block % _LOCKS]:
+            self._read(pieces.block, view, checksum=checksum)
+        if address == bounce.address:
+            pieces.scatter(address)
+
+    def write(self, pieces: BlockPieces, bounce: Bounce) -> None:
+        """Write memory to a block; what is written in part for the first time has zeros elsewhere.
+
+        Raises:
+            ChecksumMismatch: the rest of a block that is written in part does not fit its checksum.
+            TransferError: the disk failed.
+        """
+        slots, block = self._open_slots(), pieces.block
+        view, address = self._memory_of(pieces, bounce)
+        with self.locks[block % _LOCKS]:
+            if address == bounce.address:
+                if not pieces.covers(len(view)):
+                    if slots.records["slot"][block]:
+                        self._read(block, view, checksum=True)
+                    else:
+                        view[:] = bytes(len(view))
+                pieces.gather(address)
+            record = np.zeros(1, RECORD)
+            record["slot"], record["length"], record["namespace"] = block + 1, len(view), slots.namespace
+            record["data_sum"] = crc32c(np.frombuffer(view, np.uint8))
+            slots.records[block] = 0
+            try:
+                slots.write(block, view, record)
+            except OSError as error:
+                raise failure(self.region.path, f"writing block {block}", error) from error
+            slots.records[block] = record[0]
 
     def close(self) -> None:
-        """Close the slab, if it was ever open; may block for long."""
-        if self.found is not None:
-            self.found.close()
+        """Close the file, if it was ever open; may block for long."""
+        if self.slots is not None:
+            try:
+                self.slots.close(is_flushed=True)
+            except OSError as error:
+                _log.warning(
+                    "slot_file_not_flushed",
+                    path=str(self.region.path),
+                    error=str(failure(self.region.path, "flushing", error)),
+                    effect="if the machine goes down before it is opened again, it is forgotten",
+                )
+
+    def _read(self, block: int, view: memoryview, *, checksum: bool) -> None:
+        slots = self._open_slots()
+        try:
+            slots.read(block, view)
+        except OSError as error:
+            raise failure(self.region.path, f"reading block {block}", error) from error
+        record = slots.records[block]
+        if checksum and not (record["slot"] and record["data_sum"] == crc32c(np.frombuffer(view, np.uint8))):
+            what = (
+                "does not fit its checksum: the disk changed it, or a write of it was cut short"
+                if record["slot"]
+                else "was never written, or not since the file was made or forgotten"
+            )
+            raise ChecksumMismatch(
+                f"{self.region.path}: the block of {len(view)} bytes at {block * len(view)} {what}; write it anew"
+            )
+
+    def _memory_of(self, pieces: BlockPieces, bounce: Bounce) -> tuple[memoryview, int]:
+        """Give the memory to move a block by, and its address: its target or source itself where that is possible."""
+        size, address = self.region.block_bytes, int(pieces.addresses[0])
+        if len(pieces.lengths) == 1 and pieces.lengths[0] == size and address % ALIGNMENT == 0:
+            return _MEMORY[address : address + size], address
+        return bounce.view[:size], bounce.address
+
+    def _open_slots(self) -> Slots:
+        assert self.slots is not None, f"{self.region.path} is not open"
+        return self.slots
 
 
 class FileStorage:
-    """Reads and writes slabs, each on its own threads."""
+    """Reads and writes slot files, each on its own threads."""
 
     name = "file"
     kind = MemoryKind.FILE
     checksums = True
 
-    def __init__(self, *, threads: int, io_bytes: int, disk: Disk = os) -> None:
+    def __init__(self, *, threads: int, disk: Disk = os) -> None:
         """Start nothing yet.
 
         Args:
             threads: parallel reads and writes of one file: the disk's queue depth.
-            io_bytes: the most that one of them moves; a multiple of 4096.
-            disk: reads and writes slabs.
+            disk: reads and writes the files.
         """
-        self.io_bytes = io_bytes
         self.host: TransportHost | None = None
         self.files: dict[int, _OpenFile] = {}
         self._disk = disk
@@ -129,7 +247,7 @@ class FileStorage:
         """Open the file on its thread, since a disk may hang in any call. Transfers wait for it, and fail with its error."""
         if not isinstance(region, FileRegion):
             raise TransferRefused("a region of kind file has to be a FileRegion")
-        opened = _OpenFile(region, IoThreads(self._num_threads, self.io_bytes, "transfer-file"))
+        opened = _OpenFile(region, IoThreads(self._num_threads, region.block_bytes, "transfer-file"))
         try:
             asyncio.get_running_loop()
         except RuntimeError:  # before there is a loop there is nothing to be kept from
@@ -158,7 +276,7 @@ class FileStorage:
             async with asyncio.timeout(_CLOSE_S):
                 await closed.wait()
         except TimeoutError:
-            _log.error("slab_hangs", path=str(opened.region.path), waited_s=_CLOSE_S)
+            _log.error("slot_file_hangs", path=str(opened.region.path), waited_s=_CLOSE_S)
 
     def lingering(self, region_id: int) -> Collection["asyncio.Future[None]"]:
         return [job.done for job, used in self._jobs.items() if region_id in used]
@@ -219,7 +337,7 @@ class FileStorage:
 
 
 class _FileMove:
-    """A list of ranges with its planned I/Os."""
+    """A list of ranges with the blocks that they touch."""
 
     def __init__(self, own: FileStorage, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
         host = own.host
@@ -229,52 +347,34 @@ class _FileMove:
         self._checksum = checksum
         local_ids, remote_ids = distinct(pairs.local.region_ids), distinct(pairs.remote.region_ids)
         self._region_ids = frozenset((*local_ids, *remote_ids))
-        self._extents = Extents.plan(
-            pairs.remote.region_ids,
-            pairs.remote.offsets,
-            addresses_of(pairs.local, {i: host.region(i).address for i in local_ids}),
-            pairs.remote.lengths,
-            io_bytes=own.io_bytes,
-        )
-        self._indices: dict[int, list[int]] = {region_id: [] for region_id in remote_ids}
-        for index, region_id in enumerate(self._extents.region_ids):
-            self._indices[int(region_id)].append(index)
+        addresses = {region_id: host.region(region_id).address for region_id in local_ids}
+        self._pieces = {
+            region_id: pieces_by_block(pairs, region_id, own.files[region_id].region.block_bytes, addresses)
+            for region_id in remote_ids
+        }
 
     def run_now(self) -> bool:
         return False  # a disk takes its time, and a sick one all of it
 
     async def run(self) -> None:
-        files = self._files()
-        await _until_open(files.values())
-        await self._own.finish(
-            [(opened, self._begin(opened, self._indices[region_id])) for region_id, opened in files.items()]
-        )
-        if self._op is TransferOp.WRITE:
-            await self._own.finish(
-                [
-                    (opened, self._own.begin(opened, _sync_of(opened.slab), 1, self._region_ids))
-                    for opened in files.values()
-                    if not opened.slab.is_direct
-                ]
-            )
-
-    def _begin(self, opened: _OpenFile, indices: Sequence[int]) -> Job:
-        slab, extents, checksum = opened.slab, self._extents, self._checksum
-
-        def read(step: int, bounce: Bounce) -> None:
-            slab.read(extents, indices[step], bounce, checksum=checksum)
-
-        def write(step: int, bounce: Bounce) -> None:
-            slab.write(extents, indices[step], bounce)
-
-        do = read if self._op is TransferOp.READ else write
-        return self._own.begin(opened, do, len(indices), self._region_ids)
-
-    def _files(self) -> dict[int, _OpenFile]:
         try:
-            return {region_id: self._own.files[region_id] for region_id in self._indices}
+            files = {region_id: self._own.files[region_id] for region_id in self._pieces}
         except KeyError as error:
             raise TransferRefused(f"region {error.args[0]} was deregistered meanwhile") from error
+        await _until_open(files.values())
+        await self._own.finish(
+            [(opened, self._begin(opened, self._pieces[region_id])) for region_id, opened in files.items()]
+        )
+
+    def _begin(self, opened: _OpenFile, pieces: Sequence[BlockPieces]) -> Job:
+        def read(step: int, bounce: Bounce) -> None:
+            opened.read(pieces[step], bounce, checksum=self._checksum)
+
+        def write(step: int, bounce: Bounce) -> None:
+            opened.write(pieces[step], bounce)
+
+        do = read if self._op is TransferOp.READ else write
+        return self._own.begin(opened, do, len(pieces), self._region_ids)
 
 
 async def _until_open(files: Collection[_OpenFile]) -> None:
@@ -295,8 +395,4 @@ async def _until_open(files: Collection[_OpenFile]) -> None:
 def _tell_failure(opened: _OpenFile) -> None:
     job = opened.opening
     if job is not None and job.error is not None:
-        _log.error("slab_failed", path=str(opened.region.path), error=str(job.error))
-
-
-def _sync_of(slab: Slab) -> Callable[[int, Bounce], None]:
-    return lambda _index, _bounce: slab.sync()
+        _log.error("slot_file_failed", path=str(opened.region.path), error=str(job.error))

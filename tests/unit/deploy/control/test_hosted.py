@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.deploy.control.deployments import find_frontend
-from penstock.deploy.control.frontend_address import FrontendAddress
-from penstock.deploy.control.hosted import Supervisor, choose, hosted
-from penstock.deploy.control.record import DeploymentRecord, Origin, keep_record
+from penstock.deploy.control.hosted import (
+    DeploymentOrigin,
+    DeploymentRecord,
+    SupervisorProcess,
+    choose,
+    hosted,
+    keep_record,
+)
+from penstock.deploy.control.local_connector import FrontendAddress, find_frontend
 from penstock.deploy.group_file import keep_groups, living_groups, start_of
 from penstock.deploy.state import RuntimeDirectory
 
@@ -27,7 +32,7 @@ def place(monkeypatch):
         def make(name, *, here=False, part=None, graph=None, pid=None, has_origin=True, **fields):
             directory = RuntimeDirectory()
             where = str(Path.cwd()) if here else "/elsewhere"
-            origin = Origin(file=f"/graphs/{graph or name}.yaml", directory=where, part=part)
+            origin = DeploymentOrigin(file=f"/graphs/{graph or name}.yaml", directory=where, part=part)
             record = DeploymentRecord(
                 name=name,
                 pid=pid or os.getpid(),
@@ -89,7 +94,7 @@ def test_one_is_chosen_by_its_file_its_name_or_this_directory(place):
 )
 def test_who_is_not_its_supervisor_gets_no_signal(place, fields, error, said):
     place("other", **fields)
-    with pytest.raises(error, match=said), Supervisor.of(hosted()[0]):
+    with pytest.raises(error, match=said), SupervisorProcess.of(hosted()[0]):
         pass
 
 

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.cli.arguments.parser import Parser
-from penstock.cli.router import add
-from penstock.deploy.commands.router import RouterCommandConfig
+from penstock.cli import make_parser
+from penstock.cli.router import RouterCommandConfig
 from penstock.frontend.endpoint_picker.pool import POOLS
 from penstock.graph import Overrides, build
 from tests.support.kubernetes import schema
@@ -81,9 +80,7 @@ def test_route_pool_service_and_picker_name_each_other(objects: list[dict]) -> N
 def test_the_pickers_command_is_one_of_penstock(objects: list[dict]) -> None:
     (container,) = picker(objects)["spec"]["containers"]
     words = container.get("args") or container["command"][1:]
-    parser = Parser(prog="penstock")
-    add(parser.add_subparsers())
-    options = vars(parser.parse_args(words))
+    options = vars(make_parser().parse_args(words))
     overrides = Overrides(options["set"])
     for place in ("endpoint_picker.port", "service.block_size"):
         if options[place] is not None:

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from penstock.cli import make_parser
 from penstock.core.errors import ConfigError
-from penstock.deploy.drain import frontend_drain_s, worker_drain_s
-from penstock.deploy.manifests.kubernetes import kubernetes_objects
-from penstock.deploy.manifests.kubernetes.objects import WORKLOADS
+from penstock.deploy.card import frontend_drain_s, worker_drain_s
+from penstock.deploy.manifests.kubernetes import WORKLOADS, kubernetes_objects
 from penstock.deploy.manifests.options import Cache, RenderOptions
-from penstock.deploy.manifests.yaml_text import dump_all
+from penstock.deploy.manifests.pod_graph import dump_all
 from penstock.deploy.supervisor.local_part import LocalPart
 from penstock.graph import Graph, Overrides, build, load
 from tests.support.rendered import EXAMPLES, by_kind, example, objects_of, pods, validate

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import make_parser
-from penstock.deploy.manifests.kubernetes.objects import pod_templates
+from penstock.deploy.manifests.kubernetes import pod_templates
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.manifests.slurm import slurm_script
 from penstock.deploy.supervisor.local_part import LocalPart, followed_role

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.options import Cache, Mount
-from penstock.deploy.manifests.yaml_text import dump, dump_all
+from penstock.deploy.manifests.pod_graph import dump, dump_all
 from penstock.graph import build
 from tests.support.rendered import by_kind, objects_of, pods, validate
 

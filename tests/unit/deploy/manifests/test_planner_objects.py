@@ -2,7 +2,7 @@
 
 import yaml
 
-from penstock.deploy.operator.desired import Desired
+from penstock.deploy.operator.reconciler import Desired
 from penstock.graph import Graph
 
 

@@ -1,13 +1,9 @@
 """Fields of pods that a graph adds: where they go, how they are merged, and what is refused."""
 
-from pathlib import Path
-
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.deploy.manifests.options import RenderOptions
-from penstock.deploy.manifests.targets import write_chart
-from penstock.deploy.operator.desired import Desired
+from penstock.deploy.operator.reconciler import Desired
 from penstock.graph import Graph
 from tests.support.rendered import by_kind, objects_of, pods, validate
 
@@ -213,6 +209,5 @@ def test_what_penstock_needs_is_refused_with_its_place(fields: dict, text: str) 
         {"pod": {"volumes": [{"name": "extra", "configMap": ["x"]}]}},
     ],
 )
-def test_what_only_the_api_server_refuses_reaches_it(fields: dict, tmp_path: Path) -> None:
+def test_what_only_the_api_server_refuses_reaches_it(fields: dict) -> None:
     assert objects_of(graph_of(fields, fields))
-    assert write_chart(graph_of(fields, fields), RenderOptions(), tmp_path / "chart")

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from penstock import cli
+from penstock.cli.render import manifest
 from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.options import RenderOptions
-from penstock.deploy.manifests.targets import manifest
 from penstock.graph import build
 
 VLLM = {"engine": "vllm", "hardware": "h100", "tensor_parallel": 4, "replicas": 2}
@@ -72,14 +72,7 @@ def test_what_no_pod_could_have(changes: dict, line: str) -> None:
 @pytest.mark.parametrize(
     ("target", "options", "changes", "line"),
     [
-        ("compose", {"mounts": [{"path": "/k", "kind": "secret", "name": "x"}]}, {}, "--mount /k=secret:x: compose has no secret; mount a directory of the host"),
-        ("compose", {"cache": {"kind": "size", "name": "1Gi"}}, {}, "--cache size:1Gi: volumes of compose have no size"),
-        ("compose", {}, {"runtime": {"discovery": "kubernetes"}}, "runtime.discovery: kubernetes: containers of one host need no cluster"),
-        ("compose", {}, {"frontend": {"api_key_file": "/k/keys"}}, "frontend.api_key_file: /k/keys: no pod has it"),
-        ("compose", {}, MODEL | aggregated(**VLLM | {"tensor_parallel": 8}), "roles.aggregated: worker 2 of 2 would get GPUs 8 to 15, but a machine with h100 has 8"),
-        ("compose", {}, MODEL | aggregated(**VLLM | {"tensor_parallel": 16, "nodes": 2}), "roles.aggregated.nodes: 2: containers of compose are on one host"),
-        ("compose", {}, PODS_PLANNER, "planner.scales: pods:"),
-        ("compose", {}, {"kubernetes": {}}, "kubernetes: (a mapping): --target compose makes no pods; leave it out, as by --set"),
+        ("slurm", {}, {"kubernetes": {}}, "kubernetes: (a mapping): --target slurm makes no pods; leave it out, as by --set"),
         ("slurm", {}, aggregated(kubernetes={"pod": {"priorityClassName": "high"}}), "roles.aggregated.kubernetes: "),
         ("slurm", {}, {"model": "llama-3.1-8b"}, "model: 'llama-3.1-8b' is a shape for penstock simulate"),
         ("slurm", {"nodes": 3}, {}, "--nodes 3: 2 of them would run nothing"),
@@ -117,15 +110,11 @@ def test_what_no_other_target_could_have(target: str, options: dict, changes: di
         "--secret {{.Values.x}}",
         "--nodes 2",
         "--nodes 0 --target slurm",
-        "--gpus-per-node 8 --target compose",
-        "--gateway gate --target compose",
-        "--no-network-policy --target compose",
+        "--gateway gate --target slurm",
+        "--no-network-policy --target slurm",
         "--mount /keys=host:/keys --target slurm",
         "--cache claim:weights --target slurm",
         "--egress-port 16443 --target slurm",
-        "--nodes 2 --target helm --output chart",
-        "--target helm",
-        "--output x",
     ],
 )
 def test_wrong_flags_are_one_line(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.deploy.manifests.yaml_text import dump_all
-from penstock.deploy.operator.definitions import definitions
-from penstock.deploy.operator.schema import structural_schema
+from penstock.deploy.manifests.pod_graph import dump_all
+from penstock.deploy.operator.definitions import definitions, structural_schema
 from penstock.graph import Graph
 from tests.support.kubernetes import schema
 from tests.support.kubernetes.problems import Refused

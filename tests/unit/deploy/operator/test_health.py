@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.deploy.operator.health import Part, Problem, conditions_of, part_of, problem_of
+from penstock.deploy.operator.health import PartHealth, Problem, conditions_of, part_of, problem_of
 
 
 def workload(*, generation=1, observed=1, **status):
@@ -14,7 +14,7 @@ def workload(*, generation=1, observed=1, **status):
 
 def current(name, wanted, ready=None):
     ready = wanted if ready is None else ready
-    return Part(name, wanted, ready=ready, total=wanted, is_current=True)
+    return PartHealth(name, wanted, ready=ready, total=wanted, is_current=True)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from penstock.deploy.operator.work_queue import WorkQueue
+from penstock.deploy.operator.operator import WorkQueue
 
 pytestmark = pytest.mark.virtual
 

@@ -11,11 +11,9 @@ import pytest
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.load import WorkerLoad
-from penstock.deploy.causes import cause_of
-from penstock.deploy.messages import Beat, Drain, Failed, Phase, Report
+from penstock.deploy.messages import Drain, Failed, ProcessHeartbeat, Report, StartPhase, cause_of, report_of
 from penstock.deploy.processes.control import Control
-from penstock.deploy.processes.report import report_of
-from penstock.deploy.processes.tracing import tracing
+from penstock.deploy.processes.frontend_process import tracing
 from penstock.deploy.processes.worker_process import pulse
 from penstock.runtime import spans
 from penstock.runtime.config import TracingConfig
@@ -47,7 +45,7 @@ async def test_a_supervisor_that_does_not_read_stops_no_process_and_reads_all_la
     with ours, theirs:
         control = Control(theirs)
         ours.sendall(msgspec.json.encode(Drain(timeout_s=2.0)) + b"\n")
-        told = [Phase(what=str(number) * 40_000) for number in range(10)]
+        told = [StartPhase(what=str(number) * 40_000) for number in range(10)]
         heard = asyncio.Event()
         control.listen(gone=heard.set)
         control.on_drain = lambda _timeout_s: heard.set()
@@ -65,9 +63,9 @@ async def test_a_supervisor_that_does_not_read_stops_no_process_and_reads_all_la
 @pytest.mark.parametrize(
     ("load", "beat"),
     [
-        (WorkerLoad(steps=3), Beat(steps=3)),
-        (WorkerLoad(steps=3, running_requests=1), Beat(steps=3, has_requests=True)),
-        (WorkerLoad(steps=3, waiting_requests=1), Beat(steps=3, has_requests=True)),
+        (WorkerLoad(steps=3), ProcessHeartbeat(steps=3)),
+        (WorkerLoad(steps=3, running_requests=1), ProcessHeartbeat(steps=3, has_requests=True)),
+        (WorkerLoad(steps=3, waiting_requests=1), ProcessHeartbeat(steps=3, has_requests=True)),
     ],
 )
 def test_a_heartbeat_says_how_far_the_engine_is(load, beat):
@@ -91,7 +89,7 @@ def test_without_the_setting_no_module_of_opentelemetry_is_imported():
     script = (
         "import asyncio, sys\n"
         "from penstock.deploy.processes import frontend_process, worker_process\n"
-        "from penstock.deploy.processes.tracing import tracing\n"
+        "from penstock.deploy.processes.frontend_process import tracing\n"
         "async def main():\n"
         "    async with tracing(None, 's', 'p'): pass\n"
         "asyncio.run(main())\n"

@@ -8,10 +8,10 @@ import pytest
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import Role
-from penstock.deploy.control.messages import Deployment
+from penstock.deploy.control.messages import RunningDeployment
 from penstock.deploy.control.server import ControlServer
 from penstock.deploy.processes.supervisor_client import SupervisorClient
-from penstock.graph.slo import Slo
+from penstock.graph.graph import Slo
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.explain.entries import Round, Run
 from penstock.planner.explain.record import DecisionRecord, Seen
@@ -24,7 +24,7 @@ from tests.support.planner_world import digest
 async def served(directory, *, kill=None, log=""):
     """Have a supervisor in the block; gives its client, and the stream of what its processes tell."""
     connector, stream = MemoryConnector({Role.AGGREGATED: 2}), ObservationStream()
-    me = Deployment(name="suite", url="http://127.0.0.1:1", pid=1, planner_log=str(log))
+    me = RunningDeployment(name="suite", url="http://127.0.0.1:1", pid=1, planner_log=str(log))
     async with ControlServer(connector, stream, directory, me, kill=kill):
         yield SupervisorClient(directory, Slo(ttft_s=0.5)), stream
     await connector.close()

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
-from penstock.deploy.supervisor.common import start_hub, worker_address
+from penstock.deploy.supervisor.local import start_hub, worker_address
 from penstock.deploy.supervisor.local_part import LocalPart, roles_here, runnable_roles
 from penstock.graph import Graph, RoleSpec, build
 from penstock.graph.runtime import RuntimeSpec
@@ -57,10 +57,10 @@ def test_the_planner_runs_on_the_host_that_names_it_or_has_the_registry(text, ru
     ("text", "error"),
     [
         ("decod", "did you mean 'decode'"),
-        ("aggregated", "none of this graph"),
+        ("aggregated", "is not in the graph"),
         ("decode=x", "must be ROLE=N"),
         ("decode=-1", "must be ROLE=N"),
-        ("frontend=2", "none of this graph"),
+        ("frontend=2", "is not in the graph"),
         (" , ", "names nothing to run"),
         ("planner", "--run planner: the graph has no planner"),
     ],

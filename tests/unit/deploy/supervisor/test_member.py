@@ -17,9 +17,8 @@ from penstock.deploy.messages import (
     Report,
     WorkerJob,
 )
-from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
-from penstock.deploy.supervisor.member import Member
+from penstock.deploy.supervisor.member import Backoff, ProcessMember
 from penstock.graph import Supervision
 from tests.support.scripted_pool import CARD, COMMON, ScriptedProcess
 
@@ -48,7 +47,7 @@ class Scene:
         self.said: list[tuple[str, str]] = []
         self.children: list[ScriptedProcess] = []
         self._script = list(script)
-        self.member = Member("worker-1", self._assign, settings, start=self._start, say=self._say)
+        self.member = ProcessMember("worker-1", self._assign, settings, start=self._start, say=self._say)
 
     def _assign(self) -> Assignment:
         job = WorkerJob(worker_id=WorkerId(1), role=Role.AGGREGATED, model_dir="", card=CARD)

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
+from penstock.cli.planner import paragraphs
 from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR
-from penstock.deploy.commands.planner.text import paragraphs
-from penstock.deploy.processes.planner_metrics import PlannerMetrics
+from penstock.deploy.processes.frontend_process import PlannerMetrics
 from penstock.deploy.supervisor.planning import make_planning
 from penstock.graph import build
 from penstock.planner.act.memory_connector import MemoryConnector

@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.deploy.messages import Beat
-from penstock.deploy.supervisor.watchdog import Watchdog
+from penstock.deploy.messages import ProcessHeartbeat
+from penstock.deploy.supervisor.member import Watchdog
 from penstock.graph import Supervision
 
 SETTINGS = Supervision(start_timeout_s=30, liveness_timeout_s=4, step_timeout_s=10, close_timeout_s=6)
@@ -41,12 +41,15 @@ def test_who_says_nothing_once_ready_is_given_up_and_the_start_does_not_count():
 
 
 def test_an_engine_that_has_requests_finishes_a_step_within_its_allowance():
-    assert ticks_until_killed(ready(), Beat(steps=7, has_requests=True)) == (10, "stuck")
+    assert ticks_until_killed(ready(), ProcessHeartbeat(steps=7, has_requests=True)) == (10, "stuck")
     steps = iter(range(1000))
-    assert ticks_until_killed(ready(), lambda: Beat(steps=next(steps) // 9, has_requests=True), 500) is None
+    assert (
+        ticks_until_killed(ready(), lambda: ProcessHeartbeat(steps=next(steps) // 9, has_requests=True), 500)
+        is None
+    )
 
 
-@pytest.mark.parametrize("beat", [None, Beat(), Beat(steps=7, has_requests=True)])
+@pytest.mark.parametrize("beat", [None, ProcessHeartbeat(), ProcessHeartbeat(steps=7, has_requests=True)])
 @pytest.mark.parametrize("make", [ready, lambda: Watchdog(SETTINGS)])
 def test_an_engine_closes_within_its_allowance_whatever_else_it_does(make, beat):
     watchdog = make()

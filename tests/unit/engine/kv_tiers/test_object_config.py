@@ -3,12 +3,10 @@
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.events import Tier
-from penstock.engine.kv_tiers import KvConfig, check_offloads_all, tier_maker
+from penstock.engine.kv_tiers import KvConfig, tier_maker
 from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.graph import Graph
-from penstock.seams.kv import Admission, OffloadMode, OffloadPolicy
 from penstock.testing.loop import run_async
 
 
@@ -48,47 +46,12 @@ def test_a_url_and_a_size_may_be_one_text(text, url, size):
         ({"options": {"region": "x"}}, "give its url too"),
         ({"url": "s3://b", "pack_size": "2GiB"}, "at most 1GiB"),
         ({"url": "s3://b", "pack_size": "2x"}, "must be bytes"),
-        ({"url": "s3://b", "offload_bytes_per_s": "2x"}, "must be bytes"),
-        ({"url": "s3://b", "admit": "some"}, "admit"),
         ({"url": "s3://b", "sise": "5x"}, "did you mean 'size'"),
     ],
 )
 def test_mistakes_are_said_with_what_was_expected(value, why):
     with pytest.raises(ConfigError, match=why):
         parse(value)
-
-
-def test_the_offload_policy_is_that_of_the_configuration():
-    config = KvConfig.parse(
-        {
-            "object": {"url": "s3://b", "admit": "seen-twice", "offload_bytes_per_s": "200MB"},
-            "disk": {"path": "p", "size": "5x"},
-            "offload": "write-back",
-        },
-        source="t",
-    )
-    mode = OffloadMode.WRITE_BACK
-    assert config.policy_of(Tier.OBJECT) == OffloadPolicy(Admission.SEEN_TWICE, 200e6, mode)
-    assert config.policy_of(Tier.DISK) == OffloadPolicy(mode=mode)
-    assert config.policy_of(Tier.HOST) == OffloadPolicy(mode=mode)
-    assert list(config.present()) == [Tier.DISK, Tier.OBJECT]
-
-
-def test_write_back_needs_an_order_that_a_copy_does_not_change():
-    with pytest.raises(ConfigError, match=r"offload: write-back .* eviction lru; choose seconds"):
-        KvConfig.parse({"host": "1x", "offload": "write-back", "eviction": "lru"}, source="t")
-
-
-@pytest.mark.parametrize(
-    ("kv", "named"),
-    [
-        ({"host": "1GiB", "offload": "write-back"}, "kv.offload: engine vllm"),
-        ({"object": {"url": "s3://b", "admit": "seen-twice"}}, "kv.object: admit .* engine vllm"),
-    ],
-)
-def test_engines_that_choose_what_to_offload_refuse_what_they_would_not_keep(kv, named):
-    with pytest.raises(ConfigError, match=named):
-        check_offloads_all(KvConfig.parse(kv, source="t"), "vllm")
 
 
 def test_a_graph_takes_the_flag_and_fields_beside_it():

@@ -110,6 +110,38 @@ def test_errors_within_a_stream():
         answer.read(b'data: {"choices": [{"text": "", "token_ids": [], "finish_reason": "abort"}]}')
 
 
+@pytest.mark.parametrize(
+    ("api", "line", "piece"),
+    [
+        (Completions("m", "vllm"), b'data: {"choices": null, "usage": {"prompt_tokens_details": {"cached_tokens": 2}}}', AnswerPiece(cached_tokens=2)),
+        (Completions("m", "vllm"), b'data: {"choices": null, "usage": null}', None),
+        (Completions("m", "vllm"), b'data: {"choices": [], "usage": {"prompt_tokens_details": null}}', None),
+        (Completions("m", "vllm"), b'data: {"choices": [{"text": null, "token_ids": [], "finish_reason": "stop"}], "usage": null}',
+         AnswerPiece(finish_reason=FinishReason.STOP)),
+        (Completions("m", "text"), b'data: {"choices": [{"text": null, "finish_reason": "length"}]}', AnswerPiece(finish_reason=FinishReason.LENGTH)),
+        (SglangGenerate(), b'data: {"output_ids": [4], "meta_info": {"completion_tokens": null, "finish_reason": null}}', AnswerPiece(token_ids=(4,))),
+        (SglangGenerate(), b'data: {"text": "", "meta_info": {"finish_reason": {"type": "stop"}}}', AnswerPiece(finish_reason=FinishReason.STOP)),
+    ],
+)  # fmt: skip
+def test_counts_texts_and_ids_may_lack_at_the_end_of_an_answer(api, line, piece):
+    assert api.answer(request_of()).read(line) == piece
+
+
+@pytest.mark.parametrize("api", [Completions("m", "vllm"), SglangGenerate(), LlamaCpp()])
+@pytest.mark.parametrize(
+    "error", [b'"out of memory"', b'{"message": "out of memory", "type": null, "code": null}', b'{"message": null, "type": "out of memory"}']
+)  # fmt: skip
+def test_the_reason_of_a_failure_is_given_however_it_is_written(api, error):
+    with pytest.raises(StepFailed, match="ended the answer: out of memory"):
+        api.answer(request_of()).read(b'data: {"error": %s, "choices": null}' % error)
+
+
+def test_sglangs_abort_needs_no_tokens():
+    line = b'data: {"text": "", "meta_info": {"finish_reason": {"type": "abort", "message": "out of memory", "status_code": 500}}}'
+    with pytest.raises(StepFailed, match="ended the answer: out of memory"):
+        SglangGenerate().answer(request_of()).read(line)
+
+
 def test_comments_and_the_end_mark_add_nothing():
     answer = Completions("m", "vllm").answer(request_of())
     assert answer.read(b": keep-alive") is None

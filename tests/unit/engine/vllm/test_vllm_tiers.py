@@ -114,7 +114,6 @@ def test_a_description_reads_no_weights_and_tells_no_key() -> None:
     ("kv", "args", "why"),
     [
         ({"disk": ":1GiB"}, {}, "kv.disk: 1GiB and no path"),
-        ({"object": {"url": "s3://b", "admit": "seen-twice"}}, {}, "kv.object: admit"),
         ({"host": "1GiB"}, {"enable_prefix_caching": False}, "tiers keep blocks of vLLM's prefix cache"),
     ],
 )

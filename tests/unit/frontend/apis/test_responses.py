@@ -324,6 +324,9 @@ def test_tools_of_every_kind_are_functions_or_left_out() -> None:
     assert (json.loads(some.response.tools), json.loads(some.response.tool_choice)) == (tools, choice)
 
 
+CALLED = {"type": "function", "name": "f", "parameters": {}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -334,6 +337,13 @@ def test_tools_of_every_kind_are_functions_or_left_out() -> None:
             "tools[0].tools[0].name",
         ),
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        *(
+            (
+                {"tools": [CALLED], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": tools}},
+                "tool_choice",
+            )
+            for tools in (7, True, 1.5, "f", {"name": "f"})
+        ),
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"conversation": "conv_1"}, "conversation"),
     ],

@@ -223,6 +223,27 @@ def test_white_space_within_text_after_a_call_stays_wherever_it_is_split() -> No
         assert read(plan("json"), [text[:at], text[at:]]) == ("", "It is late, ok", [("now", "{}")])
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("escape", ["\\", "\\u", "\\u00e", "\\\\\\"])
+@pytest.mark.parametrize(
+    ("family", "before"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": '),
+        ("json", '{"name": "f", "parameters": '),
+        ("mistral", "[TOOL_CALLS]f[ARGS]"),
+        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>"),
+    ],
+)
+def test_the_beginning_of_an_escape_is_no_text_where_an_answer_ends_in_it(
+    family: str, before: str, escape: str, is_cut: bool
+) -> None:
+    text = before + '{"a": "x' + escape
+    for texts in ([text], list(text)):
+        _, content, calls = read(plan(family), texts, is_cut=is_cut)
+        assert (content, [name for name, _ in calls]) == ("", ["f"])
+
+
 def test_arguments_come_as_they_are_written() -> None:
     parser = OutputParser(plan("hermes"))
     assert parser.feed('<tool_call>{"name": "weather", ').calls[0].name == "weather"

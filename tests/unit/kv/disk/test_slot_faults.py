@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import DeadlineExceeded, PenstockError, TransferError
-from penstock.kv.disk.records import SUFFIX
 from penstock.kv.disk.slot_file import SlotFile
-from penstock.kv.records import RECORD, seal
 from penstock.testing.loop import run_async
+from penstock.transfer.storage.slots import RECORD, SUFFIX, seal
 from tests.support.sick_disk import SickDisk
 from tests.support.slots import BLOCK_BYTES, NAMESPACE, chain, content, targets
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.kv.disk.records import SUFFIX
 from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.namespace import Namespace
 from penstock.testing.loop import run_async
+from penstock.transfer.storage.slots import SUFFIX
 from tests.support.slots import BLOCK_BYTES, NAMESPACE, chain, content, targets
 
 
@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_is_refused_at_once_and_leaves_nothing(
         if length == 8 * BLOCK_BYTES:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penstock.kv.disk.data.os.posix_fallocate", full)
+    monkeypatch.setattr("penstock.transfer.storage.slots.os.posix_fallocate", full)
     with pytest.raises(ConfigError, match="no space for"):
         make(tmp_path)
     monkeypatch.undo()
@@ -105,7 +105,7 @@ async def test_without_o_direct_it_says_so_once_and_works(
             raise OSError(22, "Invalid argument")
         return real(path, flags, *rest, **named)
 
-    monkeypatch.setattr("penstock.kv.disk.data.os.open", open_)
+    monkeypatch.setattr("penstock.transfer.storage.slots.os.open", open_)
     hashes = chain(3)
     slots = make(tmp_path)
     assert not slots.is_direct
@@ -120,20 +120,3 @@ async def test_without_o_direct_it_says_so_once_and_works(
 def test_sizes_that_hold_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one slot of 8192"):
         SlotFile(tmp_path / "kv", 8191, BLOCK_BYTES, NAMESPACE)
-
-
-@pytest.mark.parametrize(("eviction", "kept"), [("lru", 0), ("lfu", 2)])
-async def test_a_full_file_evicts_by_its_policy_also_after_a_restart(
-    tmp_path: Path, eviction: str, kept: int
-) -> None:
-    for _ in range(2):
-        slots = make(tmp_path, eviction=eviction)
-        await slots.store(chain(2), content(chain(2)))
-        for _ in range(4):
-            assert await slots.load(chain(2), targets(2)) == 2
-        for number in range(3):
-            other = chain(4, number + 1)
-            await slots.store(other, content(other))
-        assert slots.locate(chain(2)) == kept
-        slots.check()
-        await slots.close()

@@ -13,8 +13,8 @@ from penstock.kv.host import memory
 from penstock.kv.host.extent import NOTES, ExtentLayout
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.records import RECORD
 from penstock.testing.loop import run_async
+from penstock.transfer.storage.slots import RECORD
 from tests.support.shared_host import BLOCK_BYTES, SLOTS, HostWorker, SharedHost
 from tests.support.slots import NAMESPACE, chain
 

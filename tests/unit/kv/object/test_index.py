@@ -6,7 +6,7 @@ from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.core.wire import unpack_hashes
 from penstock.kv.object import index as index_module
 from penstock.kv.object.index import PackIndex
-from penstock.kv.object.pack import RECORD, Pack
+from penstock.transfer.storage.packs import RECORD, Pack
 from tests.support.slots import chain
 
 HASHES = chain(8)

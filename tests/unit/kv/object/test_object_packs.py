@@ -15,8 +15,8 @@ from penstock.kv.breaker import CircuitBreaker
 from penstock.kv.guarded import BlockStore, GuardedStore
 from penstock.kv.namespace import Namespace
 from penstock.kv.object.config import PacksConfig
-from penstock.kv.object.pack import head_bytes
 from penstock.kv.object.packs import ObjectPacks
+from penstock.transfer.storage.packs import head_bytes
 from tests.support.slots import BLOCK_BYTES, NAMESPACE, chain, content, targets
 
 HASHES = chain(6)

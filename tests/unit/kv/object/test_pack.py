@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv.buffers import crc32c
 from penstock.kv.namespace import Namespace
-from penstock.kv.object.pack import (
+from penstock.transfer.regions.checksum import crc32c
+from penstock.transfer.storage.packs import (
     BLOCKS_MAX,
     RECORD,
     Pack,

@@ -1,19 +1,19 @@
-"""Disks that hang, fail or are cut off under slabs: deadlines hold, others go on, and the process lives."""
+"""Disks that hang, fail or are cut off under file regions: deadlines hold, others go on, and the process lives."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from penstock.core.errors import ChecksumMismatch, DeadlineExceeded, MemoryInUse, TransferError
 from penstock.transfer import Arena, FileRegion, TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.storage.file import FileStorage
-from penstock.transfer.storage.slab import SUMS_SUFFIX
+from penstock.transfer.storage.slots import SUFFIX
 from tests.support.sick_disk import SickDisk
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
@@ -25,7 +25,7 @@ async def hung(tmp_path: Path) -> AsyncIterator[tuple[TransferAgent, SickDisk, A
     """Give an agent with memory, a slab whose disk hangs, and one whose disk does not."""
     disk = SickDisk(hangs_s=60)
     config = TransferConfig(listen=(), heartbeat_timeout_s=0.2)
-    transport = FileStorage(threads=2, io_bytes=65_536, disk=disk)
+    transport = FileStorage(threads=2, disk=disk)
     with Arena.create(SIZE) as arena:
         try:
             async with TransferAgent("a", config, transports=[transport]) as agent:
@@ -116,7 +116,7 @@ async def test_a_disk_without_space_is_an_error_of_every_transfer(
         if length == SIZE:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penstock.transfer.storage.slab.os.posix_fallocate", full)
+    monkeypatch.setattr("penstock.transfer.storage.slots.os.posix_fallocate", full)
     async with TransferAgent("a", TransferConfig(listen=())) as agent:
         slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
         for op in (WRITE, READ):
@@ -124,14 +124,34 @@ async def test_a_disk_without_space_is_an_error_of_every_transfer(
                 await agent.post(op, local.ranges(), slab.ranges()).wait()
 
 
-async def test_checksums_that_are_cut_off_are_missing_and_do_not_end_the_process(tmp_path: Path) -> None:
-    async with TransferAgent("a", TransferConfig(listen=())) as agent:
-        slab, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
-        ranges = local.ranges(), slab.ranges()
-        await agent.post(WRITE, *ranges).wait()
-        os.truncate(tmp_path / f"kv{SUMS_SUFFIX}", 4096)
-        with pytest.raises(ChecksumMismatch, match="never written"):
+async def test_records_that_are_cut_off_are_missing_blocks(tmp_path: Path) -> None:
+    for kept in (SIZE, 0):
+        async with TransferAgent("a", TransferConfig(listen=())) as agent:
+            stored, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
+            ranges = local.ranges(), stored.ranges()
+            if not kept:
+                with pytest.raises(ChecksumMismatch, match="never written"):
+                    await agent.post(READ, *ranges).wait()
+            await agent.post(WRITE, *ranges).wait()
             await agent.post(READ, *ranges).wait()
+        os.truncate(tmp_path / f"kv{SUFFIX}", 4096)
+
+
+async def test_a_disk_that_fails_or_ends_early_is_named_with_its_error(tmp_path: Path) -> None:
+    disk = SickDisk()
+    async with TransferAgent(
+        "a", TransferConfig(listen=()), transports=[FileStorage(threads=2, disk=disk)]
+    ) as agent:
+        stored, local = agent.register(FileRegion(tmp_path / "kv", SIZE)), agent.register(bytearray(SIZE))
+        ranges = local.ranges(), stored.ranges()
         await agent.post(WRITE, *ranges).wait()
-        await agent.post(READ, *ranges).wait()
-        assert np.all(np.frombuffer(local.region.owner[1], np.uint8) == 0)
+        disk.errors = {"pwritev": errno.ENOSPC}
+        with pytest.raises(TransferError, match=r"kv: writing block \d failed: no space left .*errno 28"):
+            await agent.post(WRITE, *ranges).wait()
+        disk.errors = {"preadv": errno.EIO}
+        with pytest.raises(TransferError, match=r"kv: reading block \d failed: input/output error"):
+            await agent.post(READ, *ranges).wait()
+        disk.errors.clear()
+        os.truncate(tmp_path / "kv", 0)
+        with pytest.raises(TransferError, match="was the file truncated"):
+            await agent.post(READ, *ranges).wait()

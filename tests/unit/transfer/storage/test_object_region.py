@@ -12,9 +12,9 @@ import pytest
 from penstock.core.errors import ChecksumMismatch, TransferError, TransferRefused
 from penstock.transfer import ObjectRegion, TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.storage.object import ObjectStorage
-from penstock.transfer.storage.stored_object import head_bytes
+from penstock.transfer.storage.packs import head_bytes
 
-MIB = 1 << 20
+MIB, BLOCK = 1 << 20, 4096
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 
 
@@ -45,8 +45,8 @@ async def _play(region: ObjectRegion) -> AsyncIterator[tuple[TransferAgent, Any,
 
 async def test_whole_objects_are_put_and_parts_are_got_first(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _Calls(monkeypatch)
-    region = ObjectRegion("memory:///", 2 * MIB + 8192, prefix="/kv/", object_bytes=MIB)
-    whole, last = head_bytes(MIB) + MIB, head_bytes(8192) + 8192
+    region = ObjectRegion("memory:///", 2 * MIB + 8192, prefix="/kv/", object_bytes=MIB, block_bytes=BLOCK)
+    whole, last = head_bytes(MIB // BLOCK) + MIB, head_bytes(2) + 8192
     async with _play(region) as (agent, local, remote):
         half = np.arange(2) * (MIB // 2)  # two blocks that make up an object
         await agent.post(WRITE, local.ranges(half, MIB // 2), remote.ranges(half[::-1], MIB // 2)).wait()
@@ -57,19 +57,23 @@ async def test_whole_objects_are_put_and_parts_are_got_first(monkeypatch: pytest
         assert sorted(calls.seen) == [
             f"get kv/00000001 {whole}",
             f"get kv/00000002 {last}",
-            f"put kv/00000001 {whole}",
-            f"put kv/00000002 {last}",
+            f"put kv/00000001 {head_bytes(2) + 2 * BLOCK}",
+            f"put kv/00000002 {head_bytes(1) + BLOCK}",
         ]
         calls.seen.clear()
         await agent.post(READ, local.ranges(0, 100), remote.ranges(4090, 100)).wait()
-        assert calls.seen == [f"get kv/00000000 {head_bytes(MIB)}", "get kv/00000000 8192"]
+        assert calls.seen == [f"get kv/00000000 {head_bytes(MIB // BLOCK)}", "get kv/00000000 8192"]
         calls.seen.clear()
         await agent.post(READ, local.ranges(0, MIB), remote.ranges(0, MIB)).wait()
         assert calls.seen == [f"get kv/00000000 {whole}"]
 
 
 async def test_what_was_never_written_cannot_be_read() -> None:
-    async with _play(ObjectRegion("memory:///", MIB, prefix="kv")) as (agent, local, remote):
+    async with _play(ObjectRegion("memory:///", MIB, prefix="kv", block_bytes=BLOCK)) as (
+        agent,
+        local,
+        remote,
+    ):
         with pytest.raises(
             ChecksumMismatch, match=r"kv/00000000: the block of 4096 bytes at 4096 was never written"
         ):
@@ -88,17 +92,17 @@ async def test_what_was_never_written_cannot_be_read() -> None:
             lambda raw: raw[:-5] + b"?" + raw[-4:],
             r"00000000: the block of 4096 bytes at 1044480 does not fit",
         ),
-        (lambda raw: raw[:-4096], "00000000 ends after 1044480 bytes of data, and not after 1048576"),
-        (lambda raw: b"x" * len(raw), "00000000 was not written by this library"),
-        (lambda raw: raw[:40] + b"?" + raw[41:], "00000000: its head is damaged"),
-        (lambda raw: b"", "00000000 was not written by this library"),
+        (lambda raw: raw[:-4096], "00000000: the block of 4096 bytes at 1044480 is cut off"),
+        (lambda raw: b"x" * len(raw), "00000000: no pack of version 1: it begins with 7878"),
+        (lambda raw: raw[:60] + b"?" + raw[61:], "00000000: the head does not fit its checksum"),
+        (lambda raw: b"", "00000000: a pack has at least 48 bytes, and not 0"),
     ],
 )
 async def test_an_object_that_somebody_changed_is_an_error(
     damage: Callable[[bytes], bytes], text: str
 ) -> None:
     store = obstore.store.MemoryStore()
-    async with _play(ObjectRegion(store, MIB, object_bytes=MIB)) as (agent, local, remote):
+    async with _play(ObjectRegion(store, MIB, object_bytes=MIB, block_bytes=BLOCK)) as (agent, local, remote):
         await agent.post(WRITE, local.ranges(0, MIB), remote.ranges()).wait()
         raw = bytes(obstore.get(store, "00000000").bytes())
         obstore.put(store, "00000000", damage(raw))
@@ -117,7 +121,8 @@ async def test_another_size_of_objects_is_noticed() -> None:
         await agent.post(WRITE, local.ranges(0, 2 * MIB), remote.ranges()).wait()
     async with _play(ObjectRegion(store, 2 * MIB, object_bytes=2 * MIB)) as (agent, local, remote):
         with pytest.raises(
-            ChecksumMismatch, match=r"is object 0 with 1048576 bytes .* and not object 0 with 2097152"
+            ChecksumMismatch,
+            match=r"the pack is of namespace .* give the region the sizes that it was written with",
         ):
             await agent.post(READ, local.ranges(0, 2 * MIB), remote.ranges()).wait()
 

@@ -13,7 +13,7 @@ from penstock.runtime.requests.outbox import CODEC, CountTenants
 from penstock.seams import FrontendSink
 from penstock.worker.requests.tenant_counts import LATELY_S, TenantCounter
 
-A, B, C = (cast(FrontendSink, name) for name in "abc")
+A, B, C = (cast("FrontendSink", name) for name in "abc")
 
 
 class Clock:

@@ -115,6 +115,21 @@ def decode(decoder: msgspec.json.Decoder[T], line: bytes) -> T:
         raise garbage(line, error) from error
 
 
+class ServerError(msgspec.Struct):
+    """An error that a server reports within a stream."""
+
+    message: str | None = None
+    type: str | None = None
+    code: int | str | None = None
+
+
+def reported(error: ServerError | str) -> PenstockError:
+    """Make the error for one that the server reports within a stream, as an object or as its text alone."""
+    if isinstance(error, str):
+        return stream_error(error)
+    return stream_error(error.message or error.type or str(error.code), error.code)
+
+
 def stream_error(message: str, code: object = None) -> PenstockError:
     """Make the error for one that the server reports within a stream."""
     if isinstance(code, int) and 400 <= code < 500 and code not in {408, 429}:

@@ -13,6 +13,7 @@ from penstock.core.errors import EngineError, RequestError
 from penstock.core.types.requests import Request, TokenLogprob
 from penstock.engine.openai.apis.api import (
     AnswerPiece,
+    ServerError,
     TokenId,
     changed,
     client_salt,
@@ -21,9 +22,9 @@ from penstock.engine.openai.apis.api import (
     garbage,
     is_end,
     min_tokens_left,
+    reported,
     seed_of,
     sse_data,
-    stream_error,
     tokens_left,
     top_of,
 )
@@ -124,7 +125,7 @@ class CompletionsAnswer:
             return AnswerPiece(is_last=True) if is_end(line) else None
         chunk = decode(_chunks, data)
         if chunk.error is not None:
-            raise stream_error(chunk.error.text, chunk.error.code)
+            raise reported(chunk.error)
         cached = chunk.usage.cached_tokens if chunk.usage is not None else None
         if not chunk.choices:
             return None if cached is None else AnswerPiece(cached_tokens=cached)
@@ -134,7 +135,7 @@ class CompletionsAnswer:
         token_ids = tuple(choice.token_ids or ())
         return AnswerPiece(
             token_ids=token_ids,
-            text="" if self._gives_ids else choice.text,
+            text="" if self._gives_ids or choice.text is None else choice.text,
             finish_reason=finish_of(choice.finish_reason),
             cached_tokens=cached,
             logprobs=self._read_logprobs(choice.logprobs, token_ids),
@@ -164,7 +165,7 @@ def _short(salt: str) -> str:
 
 
 def _exactly(request: Request) -> dict[str, Any]:
-    """Give the fields by which another deployment answers as a worker of this one would: seed, choice and tokens emitted so far."""
+    """Give what has another deployment answer as a worker of this one would: with its seed, from its place on."""
     sampling = request.sampling
     return {
         "seed": sampling.seed,
@@ -201,7 +202,7 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    text: str = ""
+    text: str | None = None
     token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
@@ -219,20 +220,10 @@ class _Usage(msgspec.Struct):
         return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
-class _Error(msgspec.Struct):
-    message: str = ""
-    type: str | None = None
-    code: int | str | None = None
-
-    @property
-    def text(self) -> str:
-        return self.message or self.type or str(self.code)
-
-
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: _Error | None = None
+    error: ServerError | str | None = None
 
 
 _chunks = msgspec.json.Decoder(_Chunk)

@@ -12,10 +12,12 @@ from penstock.core.errors import RequestError
 from penstock.core.types.requests import FinishReason, Request, TokenLogprob
 from penstock.engine.openai.apis.api import (
     AnswerPiece,
+    ServerError,
     TokenId,
     decode,
     garbage,
     is_end,
+    reported,
     seed_of,
     sse_data,
     stream_error,
@@ -83,7 +85,7 @@ class LlamaCppAnswer:
             return AnswerPiece(is_last=True) if is_end(line) else None
         chunk = decode(_chunks, data)
         if chunk.error is not None:
-            raise stream_error(chunk.error.message, chunk.error.code)
+            raise reported(chunk.error)
         if chunk.stop is None:
             raise garbage(data, "no stop")
         reason = None
@@ -122,18 +124,13 @@ class _Timings(msgspec.Struct):
     cache_n: int | None = None
 
 
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: int | str | None = None
-
-
 class _Chunk(msgspec.Struct):
     stop: bool | None = None
     tokens: list[TokenId] = []
     stop_type: str = ""
     timings: _Timings | None = None
     completion_probabilities: list[_Probability] = []
-    error: _Error | None = None
+    error: ServerError | str | None = None
 
 
 _chunks = msgspec.json.Decoder(_Chunk)

@@ -8,6 +8,7 @@ import msgspec
 from penstock.core.types.requests import Request, TokenLogprob
 from penstock.engine.openai.apis.api import (
     AnswerPiece,
+    ServerError,
     TokenId,
     changed,
     client_salt,
@@ -16,6 +17,7 @@ from penstock.engine.openai.apis.api import (
     garbage,
     is_end,
     min_tokens_left,
+    reported,
     seed_of,
     sse_data,
     stream_error,
@@ -88,20 +90,23 @@ class SglangAnswer:
             return AnswerPiece(is_last=True) if is_end(line) else None
         chunk = decode(_chunks, data)
         if chunk.error is not None:
-            raise stream_error(chunk.error.message, chunk.error.code)
-        if chunk.output_ids is None or chunk.meta_info is None:
+            raise reported(chunk.error)
+        meta = chunk.meta_info
+        reason = None if meta is None else meta.finish_reason
+        if reason is not None and reason.type == "abort":
+            raise stream_error(reason.message or "aborted", reason.status_code)
+        if meta is not None and reason is not None and chunk.output_ids is None:  # no tokens in the last line
+            return AnswerPiece(finish_reason=finish_of(reason.type), cached_tokens=meta.cached_tokens)
+        if chunk.output_ids is None or meta is None:
             raise garbage(data, "no output_ids or meta_info")
-        ids, meta = chunk.output_ids, chunk.meta_info
-        self._adds = self._adds or (len(ids) < meta.completion_tokens)
+        ids = chunk.output_ids
+        self._adds = self._adds or (len(ids) < (meta.completion_tokens or 0))
         first = 0 if self._adds else self._seen
         if first > len(ids):
             raise garbage(data, f"{len(ids)} output_ids after {self._seen}")
         new = tuple(ids[first:])
         logprobs = self._read_logprobs(meta, new)
         self._seen += len(new)
-        reason = meta.finish_reason
-        if reason is not None and reason.type == "abort":
-            raise stream_error(reason.message or "aborted", reason.status_code)
         return AnswerPiece(
             token_ids=new,
             finish_reason=finish_of(None if reason is None else reason.type),
@@ -134,22 +139,17 @@ class _Finish(msgspec.Struct):
 
 
 class _Meta(msgspec.Struct):
-    completion_tokens: int = 0
+    completion_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[float | None, TokenId, str | None]] | None = None
     output_top_logprobs: list[list[tuple[float, TokenId, str | None]] | None] | None = None
 
 
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: int | str | None = None
-
-
 class _Chunk(msgspec.Struct):
     output_ids: list[TokenId] | None = None
     meta_info: _Meta | None = None
-    error: _Error | None = None
+    error: ServerError | str | None = None
 
 
 _chunks = msgspec.json.Decoder(_Chunk)

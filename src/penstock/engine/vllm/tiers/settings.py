@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import Tier
-from penstock.engine.kv_tiers import KvConfig, check_offloads_all, tier_maker
+from penstock.engine.kv_tiers import KvConfig, tier_maker
 from penstock.engine.launch import LaunchHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.arguments import given_config, lora_paths
@@ -64,7 +64,6 @@ def check_tiers(spec: EngineSpec) -> None:
     Raises:
         ConfigError: vLLM cannot have them.
     """
-    check_offloads_all(spec.kv, "vllm")
     tier_maker(spec.kv)
     if spec.args.get("enable_prefix_caching") is False:
         raise ConfigError(

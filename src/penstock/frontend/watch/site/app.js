@@ -5,8 +5,9 @@ import * as sections from "./sections.js";
 import {keys, refusal, Stream, watchHeaders} from "./stream.js";
 
 const KEPT = 180;
+const ANSWER_MS = 8000; // how long what came of a click stands before the state of the connection does again
 const history = [];
-let chosen = null, isChosen = false, status = "";
+let chosen = null, isChosen = false, status = "", answeredAt = -ANSWER_MS;
 let why = {}; // the decision about the chosen request, which leaves the latest ones before the request does
 
 function say(text, isLost) {
@@ -38,7 +39,7 @@ function show() {
   if (!snapshot) return;
   const overview = snapshot.overview;
   byId("served").textContent = snapshot.models.join(", ") || "no model yet";
-  say(`live · ${counted(snapshot.num_workers, "worker")} · frontend process ${snapshot.pid}${overview && overview.frontends.length > 1 ? `, one of ${overview.frontends.length}` : ""} · version ${snapshot.version}`);
+  if (performance.now() - answeredAt >= ANSWER_MS) say(`live · ${counted(snapshot.num_workers, "worker")} · frontend process ${snapshot.pid}${overview && overview.frontends.length > 1 ? `, one of ${overview.frontends.length}` : ""} · version ${snapshot.version}`);
   patch(byId("alerts"), sections.alerts(snapshot));
   patch(byId("tiles"), sections.tiles(history));
   patch(byId("topology"), sections.topology(snapshot, transfers()));
@@ -76,6 +77,7 @@ async function choose(id) {
 
 async function kill(name) {
   const response = await fetch(`/watch/workers/${encodeURIComponent(name)}/kill`, {method: "POST", headers: {"X-Penstock-Page": "kill", ...watchHeaders()}});
+  answeredAt = performance.now();
   say(response.ok ? `killed ${name}: its requests go on elsewhere, and it starts again` : await refusal(response));
 }
 

@@ -1,1 +1,0 @@
-"""The parser of all commands, and the flags that several of them have."""

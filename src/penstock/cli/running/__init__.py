@@ -1,1 +1,0 @@
-"""Commands for a deployment that runs: they ask it, watch it or change it."""

@@ -1,1 +1,0 @@
-"""The commands `penstock serve`, `router`, `role` and `explain`."""

@@ -1,1 +1,0 @@
-"""`penstock planner`: what the planner decided, why, and what it would decide otherwise."""

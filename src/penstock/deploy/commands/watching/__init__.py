@@ -1,1 +1,0 @@
-"""`penstock top` and `penstock chat`: a running deployment in a terminal."""

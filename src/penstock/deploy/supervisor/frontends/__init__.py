@@ -1,1 +1,0 @@
-"""The frontends of this host: the port that they share, and their processes."""

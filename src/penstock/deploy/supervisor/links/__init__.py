@@ -1,1 +1,0 @@
-"""The links of this host to other regions: a process for each."""
