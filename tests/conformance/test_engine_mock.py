@@ -4,7 +4,7 @@ from penstock.testing.engines.batched import BatchedEngineSuite
 from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite
 from penstock.testing.engines.kv_managed import KvManagedSuite
-from penstock.testing.engines.movable_kv.suite import MovableKvSuite
+from penstock.testing.engines.movable_kv import MovableKvSuite
 from penstock.testing.engines.reference import reference_engine
 
 

@@ -13,7 +13,7 @@ from penstock.testing.engines.batched import BatchedEngineSuite
 from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite
 from penstock.testing.engines.kv_managed import KvManagedSuite
-from penstock.testing.engines.movable_kv.suite import MovableKvSuite
+from penstock.testing.engines.movable_kv import MovableKvSuite
 from penstock.testing.engines.probe import EngineSetup
 from tests.support.late_runner import LateFence, LateRunner
 

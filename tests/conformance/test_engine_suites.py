@@ -9,7 +9,7 @@ from penstock.core.types.requests import FinishReason
 from penstock.core.wire import NO_TOKENS
 from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite
-from penstock.testing.engines.movable_kv.suite import MovableKvSuite
+from penstock.testing.engines.movable_kv import MovableKvSuite
 from penstock.testing.engines.probe import EngineSetup
 from penstock.testing.engines.reference import reference_engine
 from tests.support.foreign_engine import ForeignEngine

@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from penstock.testing.transports.storage_harness import OwnStorage
+from penstock.testing.transports.harness import OwnStorage
 from penstock.testing.transports.transport import TransportSuite
 from penstock.transfer import FileRegion
 from penstock.transfer.storage.file import FileStorage

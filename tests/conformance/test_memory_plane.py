@@ -1,6 +1,6 @@
 from penstock.sim.loop.loop import SimLoop
+from penstock.testing.planes.direct import RanksSuite
 from penstock.testing.planes.harness import MemoryPlaneHarness
-from penstock.testing.planes.ranks import RanksSuite
 
 
 class TestMemoryPlane(RanksSuite):

@@ -19,9 +19,8 @@ from penstock.runtime.nats import NatsConnection
 from penstock.testing.planes.calls import CallsSuite
 from penstock.testing.planes.event_plane import EventPlaneSuite, Follower
 from penstock.testing.planes.harness import SECRET, TcpPlaneHarness
-from penstock.testing.planes.recording_sink import RecordingSink
 from penstock.testing.planes.request_plane import Scene
-from penstock.testing.planes.scripted_worker import scripted_request
+from penstock.testing.planes.scripted_worker import RecordingSink, scripted_request
 from tests.support.registries import Nats
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("nats-server")]

@@ -4,7 +4,7 @@ import tempfile
 
 import pytest
 
-from penstock.testing.transports.storage_harness import OwnStorage
+from penstock.testing.transports.harness import OwnStorage
 from penstock.testing.transports.transport import TransportSuite
 from penstock.transfer import ObjectRegion
 from penstock.transfer.storage.object import ObjectStorage

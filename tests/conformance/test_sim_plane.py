@@ -8,9 +8,9 @@ from penstock.sim.loop.loop import SimLoop
 from penstock.sim.world.network import NetworkConfig, SimNetwork
 from penstock.sim.world.plane import SimPlane
 from penstock.sim.world.registry import SimRegistry
+from penstock.testing.planes.direct import RanksSuite
 from penstock.testing.planes.discovery import DiscoverySuite
 from penstock.testing.planes.harness import PlaneHarness
-from penstock.testing.planes.ranks import RanksSuite
 from penstock.testing.planes.scripted_worker import ScriptedWorker, scripted_instance
 
 LEASE_S = 1.0

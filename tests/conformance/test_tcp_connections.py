@@ -20,9 +20,9 @@ from penstock.runtime.handshake import HelloReply, Identity
 from penstock.runtime.requests.outbox import CODEC, Deltas, Event, Grant, Submit, Subscribe
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.testing.planes.harness import SECRET, TcpPlaneHarness
-from penstock.testing.planes.recording_sink import RecordingSink
 from penstock.testing.planes.request_plane import Scene
 from penstock.testing.planes.scripted_worker import (
+    RecordingSink,
     ScriptedWorker,
     scripted_instance,
     scripted_request,

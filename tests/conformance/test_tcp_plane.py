@@ -3,8 +3,8 @@ from functools import partial
 import pytest
 import uvloop
 
+from penstock.testing.planes.direct import RanksSuite
 from penstock.testing.planes.harness import TcpPlaneHarness
-from penstock.testing.planes.ranks import RanksSuite
 
 
 class TestTcpPlane(RanksSuite):

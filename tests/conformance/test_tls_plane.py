@@ -17,8 +17,7 @@ from penstock.runtime.tls import PlaneTls, PlaneTlsConfig
 from penstock.testing.planes.calls import CallsSuite
 from penstock.testing.planes.event_plane import EventPlaneSuite
 from penstock.testing.planes.harness import TcpPlaneHarness
-from penstock.testing.planes.recording_sink import RecordingSink
-from penstock.testing.planes.scripted_worker import ScriptedWorker, scripted_instance
+from penstock.testing.planes.scripted_worker import RecordingSink, ScriptedWorker, scripted_instance
 from tests.support.certificates import make_authority, make_certificate
 
 pytestmark = pytest.mark.needs("openssl")

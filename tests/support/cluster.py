@@ -20,7 +20,7 @@ from penstock.seams import Engine
 from penstock.transfer import TransferAgent, TransferConfig
 from penstock.transfer.transports.memory import MemoryTransport
 from penstock.worker.config import WorkerConfig
-from penstock.worker.identity import WorkerIdentity
+from penstock.worker.registration import WorkerIdentity
 from penstock.worker.worker import Worker
 
 

@@ -14,10 +14,16 @@ from penstock.kv.measured import MeasuredSpeed
 from penstock.seams import Transport
 from penstock.testing.kv_source import BLOCK_BYTES, BLOCK_SIZE, DEVICE_BLOCKS, Memory
 from penstock.transfer import Arena, TransferAgent, TransferConfig
-from penstock.worker.kv_transfer.peer_source import PeerSource
-from penstock.worker.kv_transfer.pin_messages import PIN_MESSAGES, PinCheck, PinGrown, PinHeld
-from penstock.worker.kv_transfer.reader import Origin, Reader
-from penstock.worker.kv_transfer.regions import KvRegions
+from penstock.worker.kv_transfer.reader import (
+    PIN_MESSAGES,
+    KvRegions,
+    Origin,
+    PeerSource,
+    PinCheck,
+    PinGrown,
+    PinHeld,
+    Reader,
+)
 
 LAYOUT = KvLayout(
     num_layers=2,

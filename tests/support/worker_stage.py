@@ -15,7 +15,7 @@ from penstock.runtime.discovery.view import MemoryDiscovery
 from penstock.runtime.requests.memory import MemoryPlane
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
-from penstock.worker.identity import WorkerIdentity
+from penstock.worker.registration import WorkerIdentity
 from penstock.worker.worker import Worker
 from tests.support.cluster import small_card
 from tests.support.manual_engine import ManualEngine

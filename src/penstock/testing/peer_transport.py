@@ -17,8 +17,7 @@ import pytest
 
 from penstock.core.errors import PeerLost, TransferError, TransferRefused
 from penstock.testing.loop import run_async
-from penstock.testing.transports.contents import differ, fill
-from penstock.testing.transports.harness import TwoAgents
+from penstock.testing.transports.harness import TwoAgents, differ, fill
 from penstock.testing.transports.transport import READ, WRITE, TransportSuite
 from penstock.transfer import Access, RemoteRegion, TransferOp
 

@@ -5,20 +5,116 @@ request's expected prefill work is kept here until its first token, and each rou
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 
 import msgspec
 
-from penstock.core.errors import PenstockError
+from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError, Unavailable
 from penstock.core.ids import RequestId
-from penstock.core.types.load import FrontendFigures, RankNews, RefusedFrontends, WorkerLoad
-from penstock.core.types.requests import Delta, FinishReason, Request
+from penstock.core.log import cause, get_logger
+from penstock.core.types.instances import OPTIONAL_SAMPLING, EngineInfo
+from penstock.core.types.load import (
+    TENANTS_MAX,
+    FrontendFigures,
+    PeerCount,
+    RankNews,
+    RefusedFrontends,
+    TenantCount,
+    WorkerLoad,
+)
+from penstock.core.types.requests import Delta, FinishReason, MediaPrompt, Request
 from penstock.core.wire import num_tokens
 from penstock.runtime import spans
-from penstock.seams import BroadcastSink, FrontendSink
-from penstock.worker.requests.tenant_counts import TenantCounter
+from penstock.seams import BroadcastSink, Engine, FrontendSink, MediaAnswer, MediaReading
+
+LATELY_S = 5.0
+"""A frontend that has not counted for so long, or that had no requests of a tenant, is not one of the tenant's frontends."""
+
+
+@dataclass(slots=True, eq=False)
+class _Frontend:
+    """A frontend that counts here.
+
+    counted_s: when it did last
+    inflight:  its requests in flight then, by tenant
+    active_s:  when a tenant last had requests there
+    peers:     (requests, tokens) by tenant that others have used since
+    """
+
+    counted_s: float
+    inflight: Mapping[str, int] = field(default_factory=dict)
+    active_s: dict[str, float] = field(default_factory=dict)
+    peers: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def begin(self, counts: Mapping[str, TenantCount], now_s: float) -> None:
+        """Take the frontend's requests in flight by tenant; a tenant that `counts` does not name has none."""
+        self.counted_s = now_s
+        self.inflight = {name: count.inflight for name, count in counts.items()}
+        active_s = dict.fromkeys(counts, now_s)
+        for name, since_s in self.active_s.items():
+            if now_s - since_s < LATELY_S and len(active_s) < TENANTS_MAX:
+                active_s.setdefault(name, since_s)
+        self.active_s = active_s
+
+    def add(self, name: str, count: TenantCount) -> None:
+        """Add what another frontend has used, for `TENANTS_MAX` tenants at most: as many as one message has."""
+        requests, tokens = self.peers.get(name, (0, 0))
+        if len(self.peers) < TENANTS_MAX or name in self.peers:
+            self.peers[name] = requests + count.requests, tokens + count.tokens
+
+
+class TenantCounter:
+    """Keeps the counts of connected frontends, at most `TENANTS_MAX` tenants for each. One event loop owns it."""
+
+    def __init__(self, now_s: Callable[[], float] | None = None) -> None:
+        """Know no frontend; `now_s` is the clock, None: the event loop's."""
+        self._now_s = now_s or (lambda: asyncio.get_running_loop().time())
+        self._frontends: dict[FrontendSink, _Frontend] = {}
+
+    def count(self, counts: Mapping[str, TenantCount], sink: FrontendSink) -> dict[str, PeerCount]:
+        """Add what a frontend's tenants have used, and give what they have used at the others since it counted last.
+
+        Args:
+            counts: of every tenant that has used something or has requests in flight.
+            sink: the frontend's.
+        """
+        now_s = self._now_s()
+        self._frontends = {
+            each: known for each, known in self._frontends.items() if now_s - known.counted_s < LATELY_S
+        }
+        own = self._frontends.setdefault(sink, _Frontend(now_s))
+        own.begin(counts, now_s)
+        others = [each for each in self._frontends.values() if each is not own]
+        for other in others:
+            for name, count in counts.items():
+                other.add(name, count)
+        used, own.peers = own.peers, {}
+        names = used.keys() | {name for other in others for name in other.active_s}
+        return {name: _peer_count(name, used, others) for name in islice(names, TENANTS_MAX)}
+
+    def forget(self, sink: FrontendSink) -> None:
+        """Drop a frontend that has gone: it has nothing in flight, and what its tenants used stays used."""
+        self._frontends.pop(sink, None)
+
+    def check(self) -> None:
+        """Raise AssertionError where a table is past its bound."""
+        for frontend in self._frontends.values():
+            for table in (frontend.inflight, frontend.active_s, frontend.peers):
+                assert len(table) <= TENANTS_MAX, len(table)
+
+
+def _peer_count(name: str, used: Mapping[str, tuple[int, int]], others: list[_Frontend]) -> PeerCount:
+    requests, tokens = used.get(name, (0, 0))
+    return PeerCount(
+        requests=requests,
+        tokens=tokens,
+        inflight=sum(other.inflight.get(name, 0) for other in others),
+        frontends=sum(name in other.active_s for other in others),
+    )
 
 
 @dataclass(slots=True)
@@ -327,3 +423,112 @@ def _expected(request: Request) -> Prefill:
     cached = min(max(request.expected_cached_tokens, 0), prompt - 1)
     tokens = prompt - cached
     return Prefill(tokens, tokens * cached + tokens * (tokens + 1) // 2)
+
+
+_HASH_BYTES = 16
+
+
+def check_request(request: Request, info: EngineInfo, adapters: Collection[str], worker: str) -> None:
+    """Refuse a request that cannot be served here.
+
+    Args:
+        request: as it arrived.
+        info: the engine's info.
+        adapters: the worker's LoRA adapters.
+        worker: the worker's name, for error texts.
+
+    Raises:
+        RequestError: the request is invalid for every worker of this model.
+        Unavailable: another worker may be able to serve it.
+    """
+    if request.deadline_s is not None and math.isnan(request.deadline_s):
+        raise RequestError("deadline_s: must be a number of seconds, or none, got nan")
+    if request.adapter is not None and request.adapter not in adapters:
+        raise Unavailable(f"{worker} does not have adapter {request.adapter!r}; try another worker")
+    if request.sampling.structured is not None and not info.structured_outputs:
+        raise RequestError(
+            "response_format: the engine of this model does not constrain its output, as response_format, structured_outputs and a"
+            ' required tool_choice ask for; expected {"type": "text"} or tool_choice "auto"; leave it out, or serve the model with an engine that does: paged or vllm',
+            param="response_format",
+        )
+    if request.embeds and not info.embedding_size:
+        raise RequestError(
+            f"model: the engine of {request.model!r} makes no embeddings; serve the model with one that does, such as paged",
+            param="model",
+        )
+    for name in OPTIONAL_SAMPLING:
+        value = getattr(request.sampling, name)
+        if name in info.sampling_fields or value is None or value == ():
+            continue
+        if name == "prompt_logprobs":
+            raise RequestError(
+                f"prompt_logprobs: got {value}, by this field or by logprobs with echo: the engine of model {request.model!r} gives"
+                " no log-probabilities of prompts; leave it out, or serve the model with an engine that does: paged, mock or vllm",
+                param=name,
+            )
+        raise RequestError(
+            f"{name}: the engine of model {request.model!r} does not have it; leave it out, or serve the model with paged",
+            param=name,
+        )
+    for item in () if request.media is None else request.media.items:
+        if all(kind.modality != item.modality for kind in info.media):
+            raise RequestError(
+                f"messages: the engine of model {request.model!r} takes no {item.modality}; leave it out, or serve the model with"
+                " an engine that does, such as vllm",
+                param="messages",
+            )
+    expected = num_tokens(request.token_ids) // info.block_size
+    if len(request.block_hashes) != expected * _HASH_BYTES:
+        raise RequestError(
+            f"block_hashes: got {len(request.block_hashes)} bytes, expected {expected} hashes of {_HASH_BYTES} bytes:"
+            f" this worker has blocks of {info.block_size} tokens;"
+            " use the model card it serves",
+            param="block_hashes",
+        )
+
+
+PROMPTS_MAX = 64
+"""Prompts of one worker that are expanded or wait for it; each holds its media in memory."""
+_RETRY_AFTER_S = 1.0
+_log = get_logger()
+
+
+class MediaExpansions:
+    """Has the engine expand prompts, at most `PROMPTS_MAX` at a time. One event loop owns it."""
+
+    def __init__(self, engine: Engine, *, worker: str, engine_name: str) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._engine_name = engine_name
+        self._open = 0
+
+    def begin(self, prompt: MediaPrompt, group: asyncio.TaskGroup | None, answer: MediaAnswer) -> None:
+        """Begin to expand a prompt in a task of `group`; None: the worker does not serve now."""
+        if not isinstance(self._engine, MediaReading):
+            answer(
+                RequestError(
+                    f"{self._worker}: engine {self._engine_name} takes no images, audio or video",
+                    param="messages",
+                )
+            )
+        elif group is None:
+            answer(Unavailable(f"{self._worker} is about to start or to stop; try another worker"))
+        elif self._open >= PROMPTS_MAX:
+            why = f"{self._worker}: {self._open} prompts with media wait, at most {PROMPTS_MAX} may; try another worker"
+            answer(Overloaded(why, retry_after_s=_RETRY_AFTER_S))
+        else:
+            self._open += 1
+            group.create_task(self._expand(self._engine, prompt, answer))
+
+    async def _expand(self, engine: MediaReading, prompt: MediaPrompt, answer: MediaAnswer) -> None:
+        try:
+            answer(await engine.expand_media(prompt))
+        except PenstockError as error:
+            answer(error)
+        except Exception as error:  # noqa: BLE001 - a bug of the engine ends this prompt alone
+            _log.error("media_failed", worker=self._worker, **cause(error))
+            answer(
+                EngineError(f"{self._worker}: engine {self._engine_name} failed on these media: {error!r}")
+            )
+        finally:
+            self._open -= 1

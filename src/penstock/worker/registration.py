@@ -2,12 +2,23 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from penstock.core.errors import ConfigError, Overloaded, PenstockError, Unavailable, WorkerLost
+from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types.instances import EngineInfo, Instance, InstanceState, ModelCard
+from penstock.core.types.instances import (
+    Distance,
+    EngineInfo,
+    Instance,
+    InstanceState,
+    Location,
+    ModelCard,
+    Role,
+)
 from penstock.seams import Discovery, Registration
 from penstock.worker.config import WorkerConfig
 from penstock.worker.engine_driver import EngineDriver
@@ -192,3 +203,20 @@ def fitting_card(card: ModelCard, info: EngineInfo) -> ModelCard:
         )
     context_length = min(card.context_length, info.context_length)
     return msgspec.structs.replace(card, context_length=context_length, media=info.media)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Name, id, role and location of a worker. `engine` is its engine's name in the graph, for messages; `distance` as in `Instance`."""
+
+    worker_id: WorkerId
+    name: str
+    role: Role = Role.AGGREGATED
+    pid: int = 0
+    engine: str = "of this worker"
+    location: Location = field(default_factory=Location)
+    distance: Distance | None = None
+
+    def place(self) -> dict[str, Any]:
+        """Give the fields of an `Instance` that say where it is."""
+        return {**self.location.model_dump(), "distance": self.distance}

@@ -47,14 +47,11 @@ from penstock.transfer import TransferAgent
 from penstock.worker.changes import WorkerChanges
 from penstock.worker.config import WorkerConfig
 from penstock.worker.engine_driver import EngineDriver
-from penstock.worker.frontends import Frontend, Frontends, Running
-from penstock.worker.identity import WorkerIdentity
+from penstock.worker.frontends import Frontend, Frontends, MediaExpansions, Running, check_request
 from penstock.worker.kv_actions import act
 from penstock.worker.kv_transfer.kv_transfer import KvTransfer
-from penstock.worker.registration import WorkerRegistration, fitting_card
+from penstock.worker.registration import WorkerIdentity, WorkerRegistration, fitting_card
 from penstock.worker.reports import LoadReports
-from penstock.worker.requests.checks import check_request
-from penstock.worker.requests.media import MediaExpansions
 from penstock.worker.step_log import StepLog
 
 _log = log.get_logger()

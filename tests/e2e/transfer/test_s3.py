@@ -12,7 +12,7 @@ from s3_server import S3Server, proxy_of
 
 from penstock.core.errors import DeadlineExceeded, TransferError, TransferRefused
 from penstock.testing.loop import run_async
-from penstock.testing.transports.storage_harness import OwnStorage
+from penstock.testing.transports.harness import OwnStorage
 from penstock.testing.transports.transport import TransportSuite
 from penstock.transfer import ObjectRegion, Registration, TransferAgent, TransferConfig, TransferOp
 from penstock.transfer.storage.object import ObjectStorage

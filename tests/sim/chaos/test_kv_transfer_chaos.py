@@ -31,10 +31,9 @@ from penstock.transfer.requests.handle import TransferHandle
 from penstock.worker.config import KvTransferConfig, WorkerConfig
 from penstock.worker.engine_driver import EngineDriver
 from penstock.worker.kv_transfer.exports import KvExports
-from penstock.worker.kv_transfer.incoming import IncomingTransfers
+from penstock.worker.kv_transfer.incoming import BlockReservations, IncomingTransfers
 from penstock.worker.kv_transfer.kv_transfer import KvTransfer
 from penstock.worker.kv_transfer.reader import Reader
-from penstock.worker.kv_transfer.reservations import BlockReservations
 from penstock.worker.worker import Worker
 from tests.support.chaos import (
     Mutants,

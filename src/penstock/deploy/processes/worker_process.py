@@ -47,7 +47,7 @@ from penstock.seams import Engine
 from penstock.transfer import TransferAgent
 from penstock.transfer.tls import TlsConfig
 from penstock.worker.files import ModelFiles
-from penstock.worker.identity import WorkerIdentity
+from penstock.worker.registration import WorkerIdentity
 from penstock.worker.worker import Worker
 
 _log = get_logger()

@@ -27,7 +27,7 @@ from penstock.sim.world.registry import SimRegistry
 from penstock.sim.world.sim_transport import SimTransports
 from penstock.transfer import TransferAgent
 from penstock.worker.config import WorkerConfig
-from penstock.worker.identity import WorkerIdentity
+from penstock.worker.registration import WorkerIdentity
 from penstock.worker.worker import Worker
 
 

@@ -4,7 +4,7 @@ from penstock.engine.kv_tiers import TierMaker
 from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.testing.engines.movable_kv.moving import MovingEngine
+from penstock.testing.engines.movable_kv import MovingEngine
 from penstock.testing.engines.probe import EngineSetup
 
 

@@ -11,8 +11,8 @@ from penstock.core.types.load import PeerCount, TenantCount
 from penstock.core.types.requests import ExpandedPrompt, MediaItem, MediaPrompt
 from penstock.core.wire import PackedHashes, pack_tokens
 from penstock.seams import Connection
-from penstock.testing.planes.recording_sink import RecordingSink
 from penstock.testing.planes.request_plane import RequestPlaneSuite, Scene
+from penstock.testing.planes.scripted_worker import RecordingSink
 
 
 class CallsSuite(RequestPlaneSuite):

@@ -7,7 +7,11 @@ import asyncio
 import json
 from collections.abc import Iterable
 
-from penstock.core.ids import RequestId
+import msgspec
+import pytest
+
+from penstock.core.errors import PenstockError
+from penstock.core.ids import RequestId, WorkerId
 from penstock.core.native import native
 from penstock.core.types.requests import FinishReason
 from penstock.core.wire import token_list
@@ -16,7 +20,11 @@ from penstock.runtime.requests.direct_streams import DirectStream
 from penstock.seams import DirectClient
 from penstock.testing.planes.calls import CallsSuite
 from penstock.testing.planes.request_plane import Scene
-from penstock.testing.planes.scripted_worker import scripted_request
+from penstock.testing.planes.scripted_worker import (
+    RANKS,
+    RecordingSink,
+    scripted_request,
+)
 
 _WINDOW_TOKENS = 64
 _TOTAL = 20 * _WINDOW_TOKENS
@@ -140,3 +148,25 @@ async def _opened(scene: Scene) -> _Client | None:
     await scene.sink.finished("a")
     assert scene.sink.tokens("a") == list(range(_TOTAL))
     return None
+
+
+class RanksSuite(DirectStreamsSuite):
+    """The contract of `RequestPlane` and of direct streams, and that a connection is for one rank of a worker."""
+
+    def test_a_connection_is_for_one_rank(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            sink = RecordingSink()
+            instance = msgspec.structs.replace(
+                scene.instance, worker_id=WorkerId(99), rank=3, registered_id=scene.instance.worker_id
+            )
+            connection = await scene.harness.plane().connect(instance, sink)
+            for each, to in ((scene.connection, scene.sink), (connection, sink)):
+                each.submit(scripted_request("rank", request_id="a"))
+                await to.finished("a")
+            assert (scene.sink.tokens("a"), sink.tokens("a")) == ([0], [3])
+            assert connection.worker_id == 99
+            await connection.close()
+            with pytest.raises(PenstockError):
+                await scene.harness.plane().connect(msgspec.structs.replace(instance, rank=RANKS), sink)
+
+        self.run(scenario)

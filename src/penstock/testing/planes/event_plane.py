@@ -15,9 +15,8 @@ from penstock.runtime.events.publisher import ContentMirror
 from penstock.runtime.events.subscriber import EventFault, EventSubscriber
 from penstock.seams import Connection
 from penstock.testing.loop import run_async
-from penstock.testing.planes.recording_sink import RecordingSink
 from penstock.testing.planes.request_plane import HarnessFactory, Scene
-from penstock.testing.planes.scripted_worker import HOST_BLOCKS_FROM, scripted_request
+from penstock.testing.planes.scripted_worker import HOST_BLOCKS_FROM, RecordingSink, scripted_request
 
 
 class Follower:

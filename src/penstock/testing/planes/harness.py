@@ -13,7 +13,10 @@ from penstock.runtime.requests.tcp import TcpPlane
 from penstock.runtime.tls import PlaneTls, PlaneTlsConfig
 from penstock.seams import RequestPlane
 from penstock.testing.planes.peer import Carrier, CarrierFactory, Peer, worker_peer
-from penstock.testing.planes.scripted_worker import ScriptedWorker, scripted_instance
+from penstock.testing.planes.scripted_worker import (
+    ScriptedWorker,
+    scripted_instance,
+)
 
 SECRET = b"of the suite"
 

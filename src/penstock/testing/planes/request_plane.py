@@ -32,12 +32,12 @@ from penstock.runtime.config import EventConfig, PlaneConfig
 from penstock.seams import Connection
 from penstock.testing.loop import run_async
 from penstock.testing.planes.harness import PlaneHarness
-from penstock.testing.planes.recording_sink import RecordingSink
 from penstock.testing.planes.scripted_worker import (
     EMPTY_SHA256,
     FILE,
     FILE_SHA256,
     WRONG_SHA256,
+    RecordingSink,
     WorkerStats,
     scripted_request,
 )

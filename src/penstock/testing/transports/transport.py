@@ -19,8 +19,7 @@ from penstock.core.errors import (
     TransferRefused,
 )
 from penstock.testing.loop import run_async
-from penstock.testing.transports.contents import differ, fill
-from penstock.testing.transports.harness import TransportHarness
+from penstock.testing.transports.harness import TransportHarness, differ, fill
 from penstock.transfer import TransferHandle, TransferOp, TransferState
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE

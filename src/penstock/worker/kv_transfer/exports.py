@@ -14,9 +14,7 @@ from penstock.core.types.requests import KvHandle, Request
 from penstock.core.wire import HashArray, num_tokens, unpack_hashes
 from penstock.seams import KvBlocks, KvPartialBlocks
 from penstock.worker.config import KvTransferConfig
-from penstock.worker.kv_transfer.names import names_of
-from penstock.worker.kv_transfer.pin_messages import PinGrown, PinHeld
-from penstock.worker.kv_transfer.regions import KvRegions
+from penstock.worker.kv_transfer.reader import KvRegions, PinGrown, PinHeld, names_of
 
 _NO_PIN = PinId(0)
 

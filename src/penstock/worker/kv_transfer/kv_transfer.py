@@ -29,20 +29,20 @@ from penstock.seams import KvBlocks
 from penstock.transfer import Peer, TransferAgent
 from penstock.worker.config import KvTransferConfig
 from penstock.worker.kv_transfer.exports import KvExports
-from penstock.worker.kv_transfer.incoming import IncomingTransfers
-from penstock.worker.kv_transfer.pin_messages import (
+from penstock.worker.kv_transfer.incoming import BlockReservations, IncomingTransfers
+from penstock.worker.kv_transfer.reader import (
     PIN_MESSAGES,
+    KvReads,
+    KvRegions,
+    Origin,
     PinCheck,
     PinFollow,
     PinGrown,
     PinHeld,
     PinMessage,
     PinRead,
+    Reader,
 )
-from penstock.worker.kv_transfer.reader import Origin, Reader
-from penstock.worker.kv_transfer.reads import KvReads
-from penstock.worker.kv_transfer.regions import KvRegions
-from penstock.worker.kv_transfer.reservations import BlockReservations
 
 _log = get_logger()
 

@@ -11,8 +11,7 @@ from penstock.core.types.instances import Role
 from penstock.kv.measured import MeasuredSpeed
 from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.worker.kv_transfer.peer_source import PeerSource
-from penstock.worker.kv_transfer.reads import KvReads
+from penstock.worker.kv_transfer.reader import KvReads, PeerSource
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import PRICES, SlowTransport, tiny_engine, tiny_request, whole_answer
 

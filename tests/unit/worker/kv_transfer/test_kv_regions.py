@@ -10,7 +10,7 @@ from penstock.core.types.kv import KvAccess, KvLayout
 from penstock.core.wire import encode
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig
-from penstock.worker.kv_transfer.regions import KvRegions
+from penstock.worker.kv_transfer.reader import KvRegions
 
 LAYOUT = KvLayout(
     num_layers=2, num_kv_heads=2, head_dim=4, dtype="float16", element_bytes=2, block_size=4

@@ -10,7 +10,7 @@ from penstock.core.types.requests import KvHandle, Prefetch
 from penstock.core.wire import encode
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.worker.config import KvTransferConfig, WorkerConfig
-from penstock.worker.kv_transfer.pin_messages import PIN_MESSAGES, PinFollow
+from penstock.worker.kv_transfer.reader import PIN_MESSAGES, PinFollow
 from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import tiny_engine as engine

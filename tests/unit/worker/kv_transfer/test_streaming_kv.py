@@ -13,8 +13,7 @@ from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import KvTransferConfig, WorkerConfig
-from penstock.worker.kv_transfer.pin_messages import PinGrown
-from penstock.worker.kv_transfer.reader import Growth
+from penstock.worker.kv_transfer.reader import Growth, PinGrown
 from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import (

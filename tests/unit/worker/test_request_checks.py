@@ -5,7 +5,7 @@ from penstock.core.errors import RequestError
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.requests import MediaItem, MediaKind, MediaPrompt, Request, SamplingParams
 from penstock.core.wire import pack_tokens
-from penstock.worker.requests.checks import check_request
+from penstock.worker.frontends import check_request
 
 INFO = EngineInfo(
     block_size=16, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9

@@ -11,7 +11,7 @@ from penstock.core.types.load import TENANTS_MAX, PeerCount, TenantCount
 from penstock.core.wire import encode
 from penstock.runtime.requests.outbox import CODEC, CountTenants
 from penstock.seams import FrontendSink
-from penstock.worker.requests.tenant_counts import LATELY_S, TenantCounter
+from penstock.worker.frontends import LATELY_S, TenantCounter
 
 A, B, C = (cast("FrontendSink", name) for name in "abc")
 

@@ -9,7 +9,7 @@ from penstock.core.errors import EngineError, Overloaded, RequestError, Unavaila
 from penstock.core.types.requests import ExpandedPrompt, MediaItem, MediaPrompt
 from penstock.core.wire import pack_tokens
 from penstock.sim.loop.loop import run_virtual
-from penstock.worker.requests.media import PROMPTS_MAX, MediaExpansions
+from penstock.worker.frontends import PROMPTS_MAX, MediaExpansions
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
 from tests.support.scenes import run_by

@@ -1,1 +1,0 @@
-"""Suites of engines whose KV Penstock moves."""
