@@ -29,13 +29,12 @@ from penstock.core.types.instances import Location, Role
 from penstock.core.types.kv import pack_root
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens, token_list
-from penstock.engine.openai.apis.api import Piece
+from penstock.engine.openai.apis.api import AnswerPiece
 from penstock.engine.openai.apis.completions import Completions
 from penstock.engine.openai.config import HealthConfig, ServerConfig
 from penstock.engine.openai.connection import NotThere
 from penstock.engine.openai.engine import ServerEngine, Serving
-from penstock.engine.openai.metrics import ServerLoad, deployment_load
-from penstock.engine.openai.server import ServedModel
+from penstock.engine.openai.server import ModelAtServer, ServerLoad, deployment_load
 from penstock.frontend.limits.regions import PrefixQuery
 from penstock.graph import Overrides, load
 from penstock.router.config import PrefixSummaryConfig
@@ -139,7 +138,7 @@ class Crossings:
 
 
 class DistantServer:
-    """Answers as `engine.openai.server.Server` does. A region that is lost hangs: nothing says that it is gone.
+    """Answers as `engine.openai.server.EngineServer` does. A region that is lost hangs: nothing says that it is gone.
 
     The way of a request and its answer is that between router and link. Opening a connection, and asking for load and
     prefixes, takes a round trip more.
@@ -154,13 +153,13 @@ class DistantServer:
         self._model = model
         self._round_trip_s, self._timeout_s = round_trip_s, timeout_s
 
-    async def check(self) -> ServedModel:
+    async def check(self) -> ModelAtServer:
         load = await self._deployment_load()
         if load.workers < 1:
             raise Unavailable(f"{self.url}: no worker of its own serves now")
-        return ServedModel(self._model, None, "penstock")
+        return ModelAtServer(self._model, None, "penstock")
 
-    async def try_out(self, served: ServedModel) -> None:
+    async def try_out(self, served: ModelAtServer) -> None:
         del served
         await self._way()
 
@@ -185,7 +184,7 @@ class DistantServer:
     @asynccontextmanager
     async def answer(
         self, request: Request, extra: dict[str, Any], on_sent: Callable[[], None]
-    ) -> AsyncIterator[AsyncIterator[Piece]]:
+    ) -> AsyncIterator[AsyncIterator[AnswerPiece]]:
         del extra
         yield self._pieces(request, on_sent)
 
@@ -204,7 +203,7 @@ class DistantServer:
             await asyncio.sleep(self._timeout_s)
             raise Unavailable(f"{self.url}: no answer within {self._timeout_s:g} s")
 
-    async def _pieces(self, request: Request, on_sent: Callable[[], None]) -> AsyncIterator[Piece]:
+    async def _pieces(self, request: Request, on_sent: Callable[[], None]) -> AsyncIterator[AnswerPiece]:
         await asyncio.sleep(self._round_trip_s)
         on_sent()
         try:
@@ -213,7 +212,7 @@ class DistantServer:
             forwarded = msgspec.structs.replace(request, is_forwarded=True)
             async with self._there.dispatcher.open(forwarded) as stream:
                 async for delta in stream:
-                    yield Piece(
+                    yield AnswerPiece(
                         token_ids=tuple(token_list(delta.token_ids)),
                         finish_reason=delta.finish_reason,
                         cached_tokens=delta.cached_tokens,

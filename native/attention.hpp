@@ -1,6 +1,6 @@
 // Attention of decode rows: one new query a sequence, over the keys and values in its blocks.
 //
-// The blocks are read where they lie. The oracle is the gathering reference in src/penstock/engine/paged/step/decoding.py.
+// The blocks are read where they lie. The oracle is the gathering reference in src/penstock/engine/paged/step.py.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // Turns of tenants in a simulated engine: start-time fair queueing by chunks of prompts.
 //
-// The oracle is the Python reference in src/penstock/engine/scheduling/order/tenant_turns.py: equal calls give equal answers.
+// The oracle is the Python reference in src/penstock/engine/scheduling/order.py: equal calls give equal answers.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-"""Records from SGLang's own sources the names and messages that the adapters use: tests/data/sglang/recorded.json.
+"""Records from SGLang's own sources the names and messages that engine `openai` uses: tests/data/sglang/recorded.json.
 
     pip download --no-deps sglang==0.5.23 && unzip sglang-*.whl -d sglang-wheel
     python tools/record_sglang_shapes.py sglang-wheel > tests/data/sglang/recorded.json
@@ -23,7 +23,6 @@ EVENTS = "sglang/srt/disaggregation/kv_events.py"
 REASONS = "sglang/srt/managers/schedule_batch.py"
 MANAGER = "sglang/srt/managers/tokenizer_manager.py"
 NAMES = {
-    "async_generate": ("sglang/srt/entrypoints/engine.py", "Engine.async_generate"),
     "generate_request": ("sglang/srt/managers/io_struct.py", "GenerateReqInput"),
     "sampling_params": ("sglang/srt/sampling/sampling_params.py", "SamplingParams"),
     "completion_request": ("sglang/srt/entrypoints/openai/protocol.py", "CompletionRequest"),

@@ -22,8 +22,8 @@ from penstock.core.types.load import Step
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import num_tokens, pack_tokens
 from penstock.engine.batched import BatchedEngine
-from penstock.engine.paged.config import PagedConfig
-from penstock.engine.paged.engine import paged_engine
+from penstock.engine.paged.memory import PagedConfig
+from penstock.engine.paged.runner import paged_engine
 
 _REQUESTS = {1: 8, 8: 32, 32: 128}
 """By concurrency: a few seconds each, long enough for the batch to be full most of the time."""

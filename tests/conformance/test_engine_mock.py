@@ -1,5 +1,5 @@
 from penstock.engine.kv_tiers import KvConfig, tier_maker
-from penstock.engine.mock.ranks import MockRanks
+from penstock.engine.mock import MockRanks
 from penstock.testing.engines.batched import BatchedEngineSuite
 from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite

@@ -9,7 +9,7 @@ from penstock.core.types.instances import EngineInfo
 from penstock.demo import MODEL_NAME
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.engine import ServerEngine, Serving
-from penstock.engine.openai.server import Server
+from penstock.engine.openai.server import EngineServer
 from penstock.engine.openai.text import TextCodec
 from penstock.testing.engines.engine import EngineSuite
 from tests.support.fake_server import FakeServer
@@ -24,7 +24,7 @@ class EngineWithServer(ServerEngine):
 
     def __init__(self, fake: FakeServer, serving: Serving) -> None:
         self._fake = fake
-        self._where = Server("", CONFIG, (MODEL_NAME,), TextCodec(TOKENIZER))
+        self._where = EngineServer("", CONFIG, (MODEL_NAME,), TextCodec(TOKENIZER))
         super().__init__(self._where, CONFIG, serving)
 
     async def start(self) -> EngineInfo:

@@ -19,10 +19,8 @@ from tests.support.late_runner import LateFence, LateRunner
 
 pytest.importorskip("torch")
 
-from penstock.engine.paged.config import PagedConfig
-from penstock.engine.paged.engine import paged_engine
-from penstock.engine.paged.fence import HostFence
-from penstock.engine.paged.runner import PagedRunner
+from penstock.engine.paged.memory import HostFence, PagedConfig
+from penstock.engine.paged.runner import PagedRunner, paged_engine
 from tests.support.checkpoints import EOS_TOKEN_ID, make_checkpoint
 
 pytestmark = pytest.mark.engine

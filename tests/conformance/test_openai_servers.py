@@ -25,7 +25,7 @@ from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.engine import ServerEngine, Serving
 from penstock.engine.openai.events import followed
 from penstock.engine.openai.paired import PairedServerEngine
-from penstock.engine.openai.server import Server
+from penstock.engine.openai.server import EngineServer
 from penstock.engine.openai.text import TextCodec
 from penstock.frontend.text.tokens import Detokenizer
 from tests.support.driven_engine import PROMPT, SERVING, TOKENIZER, Driven, make_request, started
@@ -51,7 +51,7 @@ async def driven(
 ) -> AsyncIterator[Driven]:
     config = config_of(fake.url, **fields)
     role = Role.PREFILL if paired else Role.AGGREGATED
-    server = Server(fake.url, config, (MODEL_NAME,), TextCodec(TOKENIZER), role=role)
+    server = EngineServer(fake.url, config, (MODEL_NAME,), TextCodec(TOKENIZER), role=role)
     engine = (PairedServerEngine if paired else ServerEngine)(server, config, serving)
     async with started(engine) as case:
         yield case
@@ -180,10 +180,10 @@ REFUSED_AT_THE_START = {
     "a key": (lambda: fake_of(key="secret"), {}, ConfigError, "api_key_file"),
     "blocks of another size": (
         lambda: fake_of(metrics='vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'),
-        {"serving": replace(SERVING, follow=lambda _publish: object())}, ConfigError, "block_size: 32",
+        {"serving": replace(SERVING, follow=(lambda _publish: object(),))}, ConfigError, "block_size: 32",
     ),
-    "a pair that is neither vLLM nor SGLang": (
-        lambda: fake_of("llamacpp"), {"paired": True}, ConfigError, "must be vLLM or SGLang",
+    "a pair that is neither vLLM, SGLang nor TensorRT-LLM": (
+        lambda: fake_of("llamacpp"), {"paired": True}, ConfigError, "must be vLLM, SGLang or TensorRT-LLM",
     ),
 }  # fmt: skip
 
@@ -239,7 +239,7 @@ async def test_what_does_not_speak_http_is_told_in_one_short_line(sent: bytes) -
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
         url = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
-        server = Server(url, config_of(url), (MODEL_NAME,), TextCodec(TOKENIZER))
+        server = EngineServer(url, config_of(url), (MODEL_NAME,), TextCodec(TOKENIZER))
         with pytest.raises(Unavailable, match="no HTTP answer") as caught:
             await server.check()
         await server.close()
@@ -256,7 +256,7 @@ async def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
 async def test_a_shorter_context_of_the_server_counts() -> None:
     async with fake_of(context_length=64) as fake, driven(fake) as case:
         assert (await case.engine.start()).context_length == 64
-        with pytest.raises(RequestError, match="context of 64"):
+        with pytest.raises(RequestError, match="must be < 64, the context length"):
             case.engine.submit(make_request("long", PROMPT * 20))
 
 
@@ -501,7 +501,8 @@ async def test_kv_events_of_the_server_are_those_of_its_steps(tmp_path: Path) ->
     with zmq_asyncio.Context() as context, context.socket(zmq.PUB) as publisher:
         publisher.linger = 0
         publisher.bind(endpoint)
-        async with fake_of() as fake, driven(fake, replace(SERVING, follow=follow)) as case:
+        assert follow is not None
+        async with fake_of() as fake, driven(fake, replace(SERVING, follow=(follow,))) as case:
             assert (await case.engine.start()).kv_events
             number = 0
             while not case.events:
@@ -536,6 +537,49 @@ async def test_vllm_pairs_pass_kv_transfer_params_on() -> None:
         assert decode.tokens("d") == second.continuation(PROMPT, 12)
         (params,) = second.pulled
         assert (params["do_remote_prefill"], params["remote_engine_id"]) == (True, first.url)
+
+
+async def test_trtllm_pairs_pass_disaggregated_params_on() -> None:
+    async with (
+        fake_of("trtllm") as first,
+        fake_of("trtllm") as second,
+        driven(first, paired=True) as prefill,
+        driven(second, paired=True) as decode,
+    ):
+        assert prefill.engine.kv_transfer_kind() == decode.engine.kv_transfer_kind() == "http-trtllm-1"
+        prefill.engine.submit(structs.replace(make_request("p", max_tokens=1), prefill_only=True))
+        end = await prefill.ends("p")
+        assert end.kv is not None
+        assert not end.token_ids, "the decode server sends the first token"
+        decode.engine.submit(structs.replace(make_request("d"), kv=end.kv))
+        await decode.ends("d")
+        assert decode.tokens("d") == second.continuation(PROMPT, 12)
+        (params,) = second.pulled
+        assert params["first_gen_tokens"] == second.continuation(PROMPT, 1)
+        assert params["encoded_opaque_state"] == "c3RhdGU="
+        asked = structs.replace(make_request("l", max_tokens=1, logprobs=1), prefill_only=True)
+        prefill.engine.submit(asked)
+        end = await prefill.ends("l")
+        assert (end.finish_reason, end.kv) == (FinishReason.LENGTH, None), (
+            "the decode server computes it itself"
+        )
+
+
+async def test_trtllms_kv_events_are_polled() -> None:
+    tokens = list(range(5, 21))
+    ids = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens]
+    block = {"type": "stored_block", "block_hash": 7, "tokens": ids, "cache_level": 0, "priority": 35}
+    stored = {"type": "stored", "parent_hash": None, "blocks": [block]}
+    async with fake_of("trtllm") as fake:
+        fake.kv_events = [{"event_id": 0, "window_size": 64, "data": stored}]
+        config = config_of(fake.url, kv_events=f"{fake.url}/kv_cache_events")
+        follow = followed(config, 0, card=ModelCard(name="", context_length=64, block_size=16, salt=b""))
+        assert follow is not None
+        async with driven(fake, replace(SERVING, follow=(follow,))) as case:
+            await case.until(lambda: bool(case.events))
+            (event,) = case.events
+            assert isinstance(event, BlockStored)
+            assert hash_list(event.block_hashes) == block_hashes(pack_tokens(tokens), 16)[:, 0].tolist()
 
 
 async def test_sglang_pairs_meet_in_a_room_and_run_together() -> None:

@@ -16,9 +16,8 @@ from aiohttp import web
 from penstock.core.errors import PenstockError, WrongServerError
 from penstock.core.types.requests import FinishReason
 from penstock.demo import MODEL_NAME
-from penstock.engine.openai.region.config import LinkConfig
-from penstock.engine.openai.region.engine import RegionEngine
-from penstock.engine.openai.region.server import RegionServer
+from penstock.engine.openai.config import LinkConfig
+from penstock.engine.openai.region import RegionEngine, RegionServer
 from penstock.engine.openai.text import TextCodec
 from tests.support.certificates import make_authority, make_certificate
 from tests.support.driven_engine import PROMPT, SERVING, TOKENIZER, Driven, make_request, started

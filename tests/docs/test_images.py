@@ -14,7 +14,7 @@ from penstock import __version__
 from penstock.deploy.manifests.options import CACHE_PATH, RenderOptions
 from penstock.deploy.manifests.pod_graph import KV_PORT, PROBE_PORT, REQUEST_PORT
 from penstock.deploy.manifests.workloads import NIXL_PORT, USER
-from penstock.engine.vllm.launch.arguments import VERSIONS
+from penstock.engine.vllm.arguments import VERSIONS
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy/images").glob("Containerfile*"))

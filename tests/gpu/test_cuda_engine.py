@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from penstock.engine.paged.fence import make_fence  # noqa: E402
+from penstock.engine.paged.memory import make_fence  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 

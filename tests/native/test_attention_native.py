@@ -8,8 +8,8 @@ from penstock.core.native import native
 torch = pytest.importorskip("torch")
 
 from penstock.engine.paged.memory import Gather, KvMemory, KvShape  # noqa: E402
-from penstock.engine.paged.model.attention import LayerCall  # noqa: E402
-from penstock.engine.paged.step.decoding import GatheredRows, NativeRows  # noqa: E402
+from penstock.engine.paged.models import LayerCall  # noqa: E402
+from penstock.engine.paged.step import GatheredRows, NativeRows  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,

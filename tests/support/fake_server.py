@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
@@ -20,7 +21,9 @@ OWNERS = {
     "vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm", "llamacpp": "llamacpp", "ollama": "library", "text": "somebody",
     "penstock": "penstock",
 }  # fmt: skip
-_FORBIDDEN = {"return_token_ids", "cache_salt", "return_tokens_as_token_ids"}
+_DATA = Path(__file__).parents[1] / "data"
+_TRTLLM: dict[str, Any] = json.loads((_DATA / "trtllm" / "recorded.json").read_text())
+_SGLANG: dict[str, Any] = json.loads((_DATA / "sglang" / "recorded.json").read_text())
 _FAKE_HOST = "2.2.2.2"
 """SGLang's `FAKE_BOOTSTRAP_HOST`: such a request is answered without the other server."""
 _NO_ROOM = b'data: {"error": {"message": "Invalid request: Disaggregated request received without bootstrap room id."}}\n\n'
@@ -41,6 +44,7 @@ class FakeServer:
         context_length: int | None = 4096,
         eos_share: int = 0,
         is_paired: bool = False,
+        port: int = 0,
     ) -> None:
         """Make a server.
 
@@ -53,6 +57,7 @@ class FakeServer:
             context_length: what `/v1/models` says.
             eos_share: one token in so many is the end, unless it is to be ignored; 0: none.
             is_paired: whether it is one of a pair; SGLang's then refuse requests without a room.
+            port: where it listens; 0: any.
         """
         self.tokenizer, self.api, self.model = tokenizer, api, model
         self.token_s, self.context_length, self.eos_share = token_s, context_length, eos_share
@@ -90,6 +95,10 @@ class FakeServer:
         """Prompts computed for other servers."""
         self.pulled: list[dict[str, Any]] = []
         """`kv_transfer_params` or rooms of the decode requests."""
+        self.kv_events: list[dict[str, Any]] = []
+        """What the next question for TensorRT-LLM's KV events is answered with."""
+        self.publish: Callable[[dict[str, Any]], Awaitable[None]] | None = None
+        """Called with the body of each request to SGLang, to publish KV events."""
         self.url = ""
         self._special = {n for n, t in tokenizer.get_added_tokens_decoder().items() if t.special}
         self._words = [
@@ -98,7 +107,7 @@ class FakeServer:
             if n not in self._special and tokenizer.decode([n]).isascii()
         ]
         self._runner: web.AppRunner | None = None
-        self._port = 0
+        self._port = port
 
     async def start(self) -> str:
         app = web.Application(client_max_size=1 << 26)
@@ -109,6 +118,7 @@ class FakeServer:
             web.get("/props", self._props),
             web.get("/load", self._load),
             web.post("/tokenize", self._tokenize),
+            web.post("/kv_cache_events", self._events),
             web.post("/v1/completions", self._completions),
             web.post("/generate", self._generate),
             web.post("/completion", self._completion),
@@ -225,13 +235,18 @@ class FakeServer:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         prompt, ids = body["prompt"], isinstance(body["prompt"], list)
-        if self.api == "trtllm" and _FORBIDDEN & body.keys():
-            return web.json_response({"message": f"Extra inputs: {_FORBIDDEN & body.keys()}"}, status=422)
+        if self.api == "trtllm" and (extra := _extra_of_trtllm(body)):
+            return web.json_response({"message": f"Extra inputs are not permitted: {extra}"}, status=422)
         if self.api == "text" and ids:
             return web.json_response({"error": {"message": "prompt: must be a string"}}, status=400)
         gives_ids = (self.api in {"vllm", "penstock"} and body.get("return_token_ids")) or (
             self.api == "trtllm" and not body.get("detokenize", True)
         )
+        if (disaggregated := body.get("disaggregated_params")) is not None:
+            if disaggregated["request_type"] == "context_only":
+                return await self._context(request, body)
+            assert disaggregated["request_type"] == "generation_only"
+            self.pulled.append(disaggregated)
         params = body.get("kv_transfer_params")
         if params and params.get("do_remote_decode"):
             return await self._prefill(request, body, params)
@@ -280,6 +295,10 @@ class FakeServer:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         params = body["sampling_params"]
+        extra = body.keys() - {*_SGLANG["generate_request"]} | params.keys() - {*_SGLANG["sampling_params"]}
+        assert not extra, f"SGLang has no {extra}"
+        if self.publish is not None:
+            await self.publish(body)
         if await self._meet(body, params["max_new_tokens"]):
             return web.Response(body=_NO_ROOM, content_type="text/event-stream")
         all_ids: list[int] = []
@@ -376,6 +395,36 @@ class FakeServer:
         choice = {"index": 0, "text": "x", "token_ids": [5], "finish_reason": "length"}
         return web.json_response({"id": "p", "choices": [choice], "kv_transfer_params": given})
 
+    async def _context(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Answer a context-only request as `trtllm-serve`: its first token, and what a generation request needs."""
+        await self._gate(request)
+        self.bodies.append(body)
+        self.paths.append(request.path)
+        self.prefills += 1
+        assert not body.get("stream"), "TensorRT-LLM streams no disaggregated_params"
+        first = self.next_token(body["prompt"], ignore_eos=body.get("ignore_eos", False))
+        params = dict.fromkeys(_TRTLLM["disaggregated_params"]) | {
+            "request_type": "context_only", "first_gen_tokens": [first], "ctx_request_id": self.prefills,
+            "encoded_opaque_state": "c3RhdGU=", "return_prompt_token_ids_b64": False,
+        }  # fmt: skip
+        reason = "stop" if first == self.eos_token_id else "length"
+        choice = {
+            "index": 0, "text": "", "token_ids": [first], "finish_reason": reason, "disaggregated_params": params,
+        }  # fmt: skip
+        return web.json_response({
+            "id": "c", "model": self.model, "choices": [choice], "prompt_token_ids": body["prompt"],
+            "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": 1, "total_tokens": len(body["prompt"]) + 1},
+        })  # fmt: skip
+
+    async def _events(self, request: web.Request) -> web.Response:
+        await self._gate(request)
+        if self.api != "trtllm":
+            raise web.HTTPNotFound
+        told, self.kv_events = self.kv_events, []
+        if not told:
+            await asyncio.sleep(0.05)
+        return web.json_response(told)
+
     async def _stream(
         self,
         request: web.Request,
@@ -435,6 +484,12 @@ class FakeServer:
         finally:
             self.open -= 1
         return response
+
+
+def _extra_of_trtllm(body: dict[str, Any]) -> set[str]:
+    """Give the fields of a request that TensorRT-LLM forbids."""
+    params = body.get("disaggregated_params") or {}
+    return body.keys() - {*_TRTLLM["completion_request"]} | params.keys() - {*_TRTLLM["disaggregated_params"]}
 
 
 async def _turns() -> None:

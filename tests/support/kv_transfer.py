@@ -11,7 +11,7 @@ from penstock.core.types.requests import Delta, FinishReason, Request, SamplingP
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.kv_tiers import TierMaker
-from penstock.engine.mock.engine import MockConfig, StepTiming, mock_engine
+from penstock.engine.mock import MockConfig, StepTiming, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.router.dispatch.dispatcher import Dispatcher

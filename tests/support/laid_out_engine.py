@@ -15,7 +15,7 @@ from penstock.core.errors import EngineError
 from penstock.core.types.kv import DIMENSIONS, KvLayout, RankLayout
 from penstock.core.wire import TokenArray
 from penstock.engine.batched import BatchedEngine
-from penstock.engine.mock.engine import MockConfig, MockRunner
+from penstock.engine.mock import MockConfig, MockRunner
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan

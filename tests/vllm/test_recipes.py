@@ -8,7 +8,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from penstock import cli
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm.launch.arguments import typed_arguments
+from penstock.engine.vllm.arguments import typed_arguments
 from penstock.graph import load
 from tests.support.recipes import RECIPES, roles_of
 

@@ -26,8 +26,7 @@ from penstock.deploy.control.messages import SOCKET_NAME, ControlAnswer, Running
 from penstock.deploy.control.server import ControlServer
 from penstock.deploy.processes.watched_server import WatchedServers
 from penstock.engine.openai.config import ServerConfig
-from penstock.engine.openai.metrics import read_load
-from penstock.engine.openai.server import Server
+from penstock.engine.openai.server import EngineServer, read_load
 from penstock.engine.openai.text import TextCodec
 from penstock.planner.act import memory_connector
 from penstock.planner.act.memory_connector import MemoryConnector
@@ -172,7 +171,7 @@ def problem_of(url: str) -> str:
     """Do what `penstock serve` and `penstock router` do at the start and after failures."""
 
     async def main() -> str:
-        server = Server(url, config_of(url), ("penstock-demo",), TextCodec.open(str(MODEL_DIR)))
+        server = EngineServer(url, config_of(url), ("penstock-demo",), TextCodec.open(str(MODEL_DIR)))
         try:
             async with asyncio.timeout(30):
                 await server.try_out(await server.check())

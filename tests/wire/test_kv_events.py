@@ -19,7 +19,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from penstock.core.wire import hash_list
 from penstock.engine.kv_events import subscriber
-from penstock.engine.kv_events.engine_events import Omission
+from penstock.engine.kv_events.events import Omission
 from penstock.engine.kv_events.subscriber import KvEventSubscriber, PublisherAddress
 from penstock.engine.kv_events.translator import HexSalts
 from tests.support.kv_publisher import KvPublisher, endpoints, publishing

@@ -28,8 +28,8 @@ from penstock.deploy.supervisor.resources import (
 )
 from penstock.deploy.supervisor.scale_file import declared_workers
 from penstock.deploy.supervisor.worker_pool import PoolWorker, WorkerCapacity
-from penstock.engine.launch_host import SymbolicHost
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.launch import SymbolicHost
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch
 from penstock.frontend.http.server import ServerTls
 from penstock.frontend.limits.keys import read_tenants

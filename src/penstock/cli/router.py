@@ -24,7 +24,7 @@ from penstock.deploy.identity import location_here
 from penstock.deploy.processes.watched_server import WatchedServers
 from penstock.deploy.supervisor.output import ProcessOutput
 from penstock.engine.openai.config import ServerConfig
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.frontend.config import EndpointPickerConfig
 from penstock.frontend.endpoint_picker.exchange import EndpointPicker
 from penstock.frontend.endpoint_picker.pool import PoolServers

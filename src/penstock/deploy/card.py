@@ -11,7 +11,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import ADDITIONAL_TEMPLATES, CHAT_TEMPLATE, CardFile, ModelCard, Role
 from penstock.demo import MODEL_DIR, MODEL_NAME
-from penstock.engine.paged.model.checkpoint import Checkpoint, refuse_absent
+from penstock.engine.paged.checkpoint import Checkpoint, refuse_absent
 from penstock.engine.registry import engine_kind
 from penstock.frontend.text.models import ServedModel, text_files
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec

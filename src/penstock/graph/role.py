@@ -11,7 +11,7 @@ from penstock.core.document import check_plain
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Location, Role
 from penstock.engine.kv_tiers import KvConfig
-from penstock.engine.mock.engine import MockConfig
+from penstock.engine.mock import MockConfig
 from penstock.engine.registry import check_engine_name, engine_kind, engine_names
 from penstock.engine.scheduling.config import AGEING, Order
 from penstock.graph.kubernetes import KubernetesSpec

@@ -19,8 +19,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.card import open_checkpoint, served_name
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.supervisor.local_part import runnable_roles
-from penstock.engine.registry import create_engine, engine_names
-from penstock.engine.user_engine import check_user_engine_name
+from penstock.engine.registry import check_user_engine_name, create_engine, engine_names
 from penstock.graph import DEMO_MODEL, Overrides, build
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.profile.profile import Profile

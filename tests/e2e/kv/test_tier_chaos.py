@@ -14,7 +14,7 @@ import pytest
 
 from penstock.core.types.events import Tier
 from penstock.core.types.requests import FinishReason
-from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.block_store import Namespace

@@ -7,10 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fakes.sglang_ranks import FAILING
+from tests.support.engine_servers import FAILING, engine_path
 from tests.support.groups import TIMEOUT_S, TOKENS, child, ready, running, stream, text_of, until
 from tests.support.registries import free_port
-from tests.support.sglang_package import sglang_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 ROLE = {
@@ -23,7 +22,12 @@ SUPERVISION = {"spare_processes": 0, "restart_delay_s": 0.1, "restart_delay_max_
 
 def rank_of(process: psutil.Process) -> psutil.Process | None:
     """Give the process of SGLang's that computes."""
-    return next((each for each in process.children() if "spawn_main" in " ".join(each.cmdline())), None)
+    children = process.children(recursive=True)
+    return next((each for each in children if "rank" in each.cmdline()), None)
+
+
+def launcher_of(process: psutil.Process) -> psutil.Process:
+    return next(each for each in process.children() if "sglang.launch_server" in each.cmdline())
 
 
 @pytest.mark.needs("curl")
@@ -31,7 +35,7 @@ def test_the_group_lives_ends_and_drains_as_one(node, tmp_path: Path) -> None:
     leader, follower, other = nodes = node("lead"), node("follow"), node("other")
     failing = tmp_path / "failing"
     for each in nodes:
-        each.environment["PYTHONPATH"] = sglang_path(each.folder)
+        each.environment |= engine_path(each.folder)
     follower.environment[FAILING] = str(failing)
     hub, address = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     graph = leader.graph(
@@ -46,12 +50,12 @@ def test_the_group_lives_ends_and_drains_as_one(node, tmp_path: Path) -> None:
     other.start("up", graph, "--join", hub, "--run", "aggregated=1", *ON_ONE_NODE)
     other.wait(r"^penstock +ready")
     both = {"worker-1@lead", "worker-1@other"}
-    ended = r"^follower-1 +failed +sglang: one of its processes of this node ended"
+    ended = r"^follower-1 +failed +sglang: its launcher of this node ended"
     until(lambda: ready(url) == both)
     for end, up, said in (
         (lambda: rank_of(child(second, "follower-1")).kill(), follower, ended),  # as by the kernel without memory
         (failing.touch, follower, ended),  # as at an exception: SIGQUIT to the parent
-        (lambda: child(first, "worker-1").send_signal(signal.SIGQUIT), leader, r"^worker-1 +failed .*sglang: one of its processes failed"),
+        (lambda: launcher_of(child(first, "worker-1")).kill(), leader, r"^worker-1 +failed .*sglang: its server ended"),
     ):  # fmt: skip
         before = [rank_of(child(first, "worker-1")), rank_of(child(second, "follower-1"))]
         streams = [stream(url) for _ in range(STREAMS)]

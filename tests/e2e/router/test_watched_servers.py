@@ -283,7 +283,7 @@ async def test_a_pair_of_servers_that_cannot_transfer_kv_is_refused_with_the_rea
     async with serving(roles_of(servers), servers) as site:
         await site.until(lambda: len(site.said) >= 2)
         assert {state for _, state, _ in site.said} == {"failed"}
-        assert all("must be vLLM or SGLang" in why for _, _, why in site.said)
+        assert all("must be vLLM, SGLang or TensorRT-LLM" in why for _, _, why in site.said)
 
 
 async def test_watched_servers_are_not_the_gateways_to_change():

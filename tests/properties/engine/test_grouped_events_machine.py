@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock.core.wire import pack_tokens
-from penstock.engine.kv_events.engine_events import EngineCleared, EngineRemoved, EngineStored
+from penstock.engine.kv_events.events import EngineCleared, EngineRemoved, EngineStored
 from penstock.engine.kv_events.translator import HexSalts, KvEventTranslator
 from penstock.router.index.radix import RadixTree
 

@@ -9,7 +9,7 @@ from penstock.core.errors import ProtocolError
 from penstock.core.types.events import EventSnapshot
 from penstock.core.types.kv import PrefixSummary, blocks_per_chunk, chunk_hashes
 from penstock.core.wire import unpack_hashes
-from penstock.engine.openai.prefixes.advertised import EXPIRES_S, AdvertisedPrefixes
+from penstock.engine.openai.prefixes import EXPIRES_S, AdvertisedPrefixes
 from penstock.router.config import PrefixSummaryConfig
 from penstock.router.index.hot_prefixes import HotPrefixes
 from penstock.router.index.radix import PrefixMatch, RadixTree

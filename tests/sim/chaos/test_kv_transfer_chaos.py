@@ -25,7 +25,7 @@ from penstock.core.types.instances import InstanceState, Role
 from penstock.core.types.kv import KvLayout
 from penstock.core.wire import unpack_tokens
 from penstock.engine.batched import BatchedEngine
-from penstock.engine.scheduling.partial_blocks import PartialBlocks
+from penstock.engine.scheduling.prefixes import PartialBlocks
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.transfer.requests.handles import TransferHandle
 from penstock.worker.config import KvTransferConfig, WorkerConfig

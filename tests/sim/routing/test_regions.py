@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.regions import Federation, Loss, Outcome, Region, Traffic, World
-from penstock.engine.openai.health.breaker import Breaker
-from penstock.engine.openai.prefixes.advertised import AdvertisedPrefixes
+from penstock.engine.openai.health import Breaker
+from penstock.engine.openai.prefixes import AdvertisedPrefixes
 from penstock.graph import Overrides, load
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.loop.loop import run

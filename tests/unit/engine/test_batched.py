@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from penstock.core.errors import EngineError, Overloaded, RequestError
 from penstock.core.types.requests import FinishReason
-from penstock.engine import preparations
+from penstock.engine import batched
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import RunnerInfo, ThreadedRunner
 from penstock.engine.scheduling.config import SchedulerConfig
@@ -171,7 +171,7 @@ async def test_constrained_requests_are_prepared_beside_the_batch():
 
 
 async def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(preparations, "TIMEOUT_S", 0.0)
+    monkeypatch.setattr(batched, "TIMEOUT_S", 0.0)
     preparer = Compiling()
     async with EngineProbe(BatchedEngine(ThreadedRunner(Counting()), preparer=preparer)) as probe:
         (late,) = await probe.run(constrained("late", b"good"))

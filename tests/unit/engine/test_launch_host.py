@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.engine.launch_host import SymbolicHost, ThisHost
+from penstock.engine.launch import SymbolicHost, ThisHost
 
 
 def test_directories_are_private_short_and_removed(tmp_path: Path) -> None:

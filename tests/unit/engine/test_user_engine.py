@@ -14,7 +14,7 @@ from penstock.graph.overrides import Overrides
 SPEC = EngineSpec(model="/nowhere", block_size=16, args={"depth": 3}, adapters=("french",))
 MODULE = """
 from penstock.core.errors import ConfigError
-from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 
 

@@ -17,7 +17,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.types.instances import request_salt
 from penstock.core.types.requests import KvRetention
 from penstock.core.wire import token_list, unpack_hashes
-from penstock.engine.scheduling.sampling import checked_sampling
+from penstock.engine.scheduling.sequences import checked_sampling
 from penstock.frontend.apis.bodies import (
     ChatRequest,
     CompletionRequest,

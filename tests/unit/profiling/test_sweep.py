@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError, EngineError
-from penstock.engine.mock.engine import MockConfig, MockEngine, MockRunner, StepTiming
+from penstock.engine.mock import MockConfig, MockEngine, MockRunner, StepTiming
 from penstock.engine.runner import RunnerInfo
 from penstock.perf.profile.evaluation import Latency
 from penstock.perf.profile.profile import LinearPrior, Profile, ProfiledModel

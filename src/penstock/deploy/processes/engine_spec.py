@@ -5,7 +5,7 @@ from pathlib import Path
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.instances import ModelCard, Role
 from penstock.deploy.card import served_name
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.spec import EngineSpec, NodeGroup
 from penstock.graph import Graph, RoleSpec

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import signal
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,8 +17,8 @@ from penstock.deploy.card import worker_drain_s
 from penstock.deploy.messages import Assignment, Failed, FollowerJob, Ready, StartPhase, Tell, report_of
 from penstock.deploy.nodes import JOIN_S, NodeFollower, NodeLeader
 from penstock.deploy.processes.engine_spec import engine_spec
-from penstock.engine.launch_host import SymbolicHost, ThisHost
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.launch import SymbolicHost, ThisHost
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch, engine_kind
 from penstock.engine.spec import EngineSpec, NodeGroup
 from penstock.graph import Graph
@@ -72,8 +71,6 @@ async def run_follower(assignment: Assignment, job: FollowerJob, stopping: async
             follower.close("the node is shutting down")
             return
         port = gathering.result()
-        # SGLang's processes send it to their parent as they fail. It would end this process; `follow` sees them end.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: None)
         running = _start_engine(graph, job, _spec(graph, job, checkpoint, follower, port), tell)
         ends: set[asyncio.Future[Any]] = {running, follower.ended}
         await asyncio.wait({*ends, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.core.errors import PenstockError
+from penstock.core.errors import PenstockError, WrongServerError
 from penstock.core.types.events import AllBlocksCleared, KvEvent
 from penstock.core.types.instances import Role
 from penstock.engine.kv_events.translator import check_block_size
 from penstock.engine.openai.apis.sglang import SglangGenerate
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.events import followed
-from penstock.engine.openai.health.watch import HealthWatch
-from penstock.engine.openai.metrics import ServerLoad
-from penstock.engine.openai.pairs import http_transfer, transfer_kind
-from penstock.engine.openai.server import ServedModel, Server
+from penstock.engine.openai.health import HealthWatch
+from penstock.engine.openai.paired import has_gateway_fields, http_transfer
+from penstock.engine.openai.server import EngineServer, ModelAtServer, ServerLoad, transfer_kind
 from penstock.engine.openai.text import TextCodec
 from penstock.router.service import gateway
 from penstock.router.service.routing_service import RoutingService
@@ -65,7 +64,7 @@ class WatchedServer:
         self._model = model
         self._adapters = tuple(adapters)
         self._say = say
-        self._server = Server(config.url[index], config, (model, str(model_dir)), codec, role=role)
+        self._server = EngineServer(config.url[index], config, (model, str(model_dir)), codec, role=role)
         self._follow = followed(
             config, index, card=card_of(model, service.config.block_size), adapters=adapters
         )
@@ -98,7 +97,7 @@ class WatchedServer:
         else:
             self._watch.request_succeeded()
 
-    async def _until_it_serves(self) -> tuple[ServedModel, ServerLoad | None]:
+    async def _until_it_serves(self) -> tuple[ModelAtServer, ServerLoad | None]:
         """Try the server until it serves the model, with back-off; say once why it does not."""
         health = self._config.health
         delay_s = health.interval_s
@@ -110,9 +109,14 @@ class WatchedServer:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, max(health.retry_s_max, health.interval_s))
 
-    async def _try(self) -> tuple[ServedModel, ServerLoad | None]:
+    async def _try(self) -> tuple[ModelAtServer, ServerLoad | None]:
         described = await self._server.check()
         await self._server.try_out(described)
+        if self._role is Role.PREFILL and not has_gateway_fields(self._server.api):
+            raise WrongServerError(
+                f"{self._server.name}: a gateway cannot pass on what a pair of TensorRT-LLM needs; name pairs of vLLM or SGLang, or"
+                " serve this one by `penstock serve --prefill-url`"
+            )
         try:
             load = await self._server.load()
         except PenstockError:
@@ -121,7 +125,7 @@ class WatchedServer:
             check_block_size(load.block_size, self._service.config.block_size)
         return described, load
 
-    async def _serve(self, described: ServedModel, load: ServerLoad | None) -> None:
+    async def _serve(self, described: ModelAtServer, load: ServerLoad | None) -> None:
         """Let the server get requests, and watch it until cancelled.
 
         Raises:

@@ -35,7 +35,7 @@ from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.processes.frontend_process import tracing
 from penstock.deploy.processes.nodes import gather_nodes
 from penstock.engine.batched import BatchedEngine
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine, engine_kind
 from penstock.engine.spec import EngineSpec
 from penstock.graph import Graph, RoleSpec

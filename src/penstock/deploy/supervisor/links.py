@@ -15,7 +15,7 @@ from penstock.deploy.identity import location_here
 from penstock.deploy.messages import ProcessSettings, WorkerJob
 from penstock.deploy.supervisor.member import ProcessMember
 from penstock.deploy.supervisor.template import OpenedModel
-from penstock.engine.openai.region.config import RegionConfig
+from penstock.engine.openai.config import RegionConfig
 from penstock.graph import Graph
 from penstock.graph.regions import RegionSpec
 

@@ -15,7 +15,7 @@ from penstock.deploy.card import make_card, open_checkpoint
 from penstock.deploy.messages import ProcessSettings, WorkerJob
 from penstock.deploy.supervisor.local_part import expect_same_blocks
 from penstock.deploy.supervisor.worker_pool import PoolWorker
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.regions import link_role
 from penstock.kv.host_arena import HostPart

@@ -4,16 +4,19 @@ An event is a map with its type under `type`, or in older versions an array that
 array elements are those of vLLM's `vllm/distributed/kv_events.py` (0.32), which SGLang's maps share.
 """
 
+import reprlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
+import msgspec
 from msgspec import Raw
 
+from penstock.core.errors import ProtocolError
 from penstock.core.log import get_logger
 from penstock.core.types.events import Tier
 from penstock.core.wire import NO_TOKENS, PackedTokens
-from penstock.engine.kv_events import fields
-from penstock.engine.kv_events.engine_events import (
+from penstock.engine.kv_events.events import (
     EngineCleared,
     EngineEvent,
     EngineHash,
@@ -23,7 +26,152 @@ from penstock.engine.kv_events.engine_events import (
     Omissions,
     unsigned,
 )
-from penstock.engine.kv_events.fields import VALUES_MAX, Fields, refused
+
+VALUES_MAX = 1 << 20
+"""Tokens, or blocks, of one event: those of a prompt of a million tokens."""
+_FIELDS_MAX = 64
+_QUOTED_BYTES = 256
+_NIL = 0xC0
+_HEADER_BYTES = 5
+_ARRAY, _MAP = ((0x90, 0xDC, 0xDD), (0x80, 0xDE, 0xDF))
+"""First bytes of what has up to 15 elements, and of what says its length in 2 and in 4 bytes."""
+_ERRORS = (msgspec.DecodeError, ValueError, TypeError, RecursionError, MemoryError, OverflowError)
+
+_ITEMS = msgspec.msgpack.Decoder(list[Raw])
+_NAMED = msgspec.msgpack.Decoder(dict[str, Raw])
+_TEXT: msgspec.msgpack.Decoder[str | None] = msgspec.msgpack.Decoder(str | None)
+_INTEGER: msgspec.msgpack.Decoder[int | None] = msgspec.msgpack.Decoder(int | None)
+_PAIR = msgspec.msgpack.Decoder(tuple[str, int])
+_INTEGERS = msgspec.msgpack.Decoder(list[int])
+_HASH: msgspec.msgpack.Decoder[int | bytes | None] = msgspec.msgpack.Decoder(int | bytes | None)
+_HASHES = msgspec.msgpack.Decoder(list[int | bytes])
+
+Fields = Mapping[str, Raw]
+"""Fields of an event by name, not decoded. One that is missing reads as null."""
+
+_T = TypeVar("_T")
+
+
+def items(raw: Raw | bytes, what: str, expected: str, most: int = _FIELDS_MAX) -> list[Raw]:
+    """Give an array's elements, not decoded.
+
+    Raises:
+        ProtocolError: it is no array, or has more than `most` elements. The other functions raise it likewise.
+    """
+    _bound(raw, _ARRAY, what, expected, most)
+    return _decode(_ITEMS, raw, what, expected)
+
+
+def event_fields(raw: Raw) -> dict[str, Raw] | list[Raw]:
+    """Give an event's fields: those of a map by name, or the elements of an array."""
+    if _length(raw, _MAP) is None:
+        return items(raw, "event", "a map or an array")
+    _bound(raw, _MAP, "event", "a map or an array", _FIELDS_MAX)
+    return _decode(_NAMED, raw, "event", "a map or an array")
+
+
+def text(fields: Fields, name: str) -> str | None:
+    raw = fields.get(name)
+    return None if raw is None else _decode(_TEXT, raw, name, "a string")
+
+
+def integer(fields: Fields, name: str) -> int | None:
+    raw = fields.get(name)
+    return None if raw is None else _decode(_INTEGER, raw, name, "an integer")
+
+
+def integers(fields: Fields, name: str) -> list[int]:
+    """Give an array of integers; empty: it is null."""
+    if is_null(fields, name):
+        return []
+    raw = fields[name]
+    _bound(raw, _ARRAY, name, "an array", VALUES_MAX)
+    return _decode(_INTEGERS, raw, name, "integers")
+
+
+def block_hash(fields: Fields, name: str) -> int | bytes | None:
+    raw = fields.get(name)
+    return None if raw is None else _decode(_HASH, raw, name, "a block hash: an integer or bytes")
+
+
+def block_hashes(fields: Fields, name: str) -> list[int | bytes]:
+    raw = fields.get(name, b"\xc0")
+    _bound(raw, _ARRAY, name, "an array", VALUES_MAX)
+    return _decode(_HASHES, raw, name, "block hashes: integers or bytes")
+
+
+def arrays(fields: Fields, name: str) -> list[Raw]:
+    """Give an array's elements, not decoded; empty: it is null."""
+    return [] if is_null(fields, name) else items(fields[name], name, "an array", VALUES_MAX)
+
+
+def as_text(raw: Raw) -> str | None:
+    """Give a string; None: it is something else."""
+    try:
+        return _TEXT.decode(raw)
+    except _ERRORS:
+        return None
+
+
+def as_pair(raw: Raw) -> tuple[str, int] | None:
+    """Give a string and an integer; None: it is something else."""
+    try:
+        return _PAIR.decode(raw)
+    except _ERRORS:
+        return None
+
+
+def is_null(fields: Fields, name: str) -> bool:
+    raw = fields.get(name)
+    return raw is None or is_nil(raw)
+
+
+def is_nil(raw: Raw) -> bool:
+    return memoryview(raw)[0] == _NIL
+
+
+def refused(what: str, value: Any, expected: str) -> ProtocolError:
+    """Make the error of a value; a short one of msgpack is decoded."""
+    if isinstance(value, Raw | bytes):
+        value = f"{len(value)} bytes" if len(value) > _QUOTED_BYTES else _peek(value)
+    return ProtocolError(f"KV events: {what}: expected {expected}, got {reprlib.repr(value)[:100]}")
+
+
+def _bound(raw: Raw | bytes, headers: tuple[int, int, int], what: str, expected: str, most: int) -> None:
+    length = _length(raw, headers)
+    if length is None:
+        raise refused(what, raw, expected)
+    if length > most:
+        raise ProtocolError(f"KV events: {what}: expected at most {most} elements, got {length}")
+
+
+def _length(raw: Raw | bytes, headers: tuple[int, int, int]) -> int | None:
+    """Read the length of an array or map from its first bytes; None for another value."""
+    head = bytes(memoryview(raw)[:_HEADER_BYTES])
+    short, middle, long = headers
+    first = head[0] if head else _NIL
+    if first & 0xF0 == short:
+        return first & 0x0F
+    if first == middle:
+        return int.from_bytes(head[1:3], "big")
+    return int.from_bytes(head[1:], "big") if first == long else None
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], raw: Raw | bytes, what: str, expected: str) -> _T:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError:
+        raise refused(what, raw, expected) from None
+    except _ERRORS as error:
+        raise ProtocolError(f"KV events: {what}: not msgpack ({error})") from None
+
+
+def _peek(raw: Raw | bytes) -> Any:
+    try:
+        return msgspec.msgpack.decode(raw)
+    except _ERRORS:
+        return bytes(raw)
+
 
 _STORED = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys", "group_idx",
@@ -89,12 +237,12 @@ class EventDecoder:
         Raises:
             ProtocolError: it is no batch of events, from here on. Other messages are not affected.
         """
-        batch = fields.items(payload, "batch", _BATCH)
+        batch = items(payload, "batch", _BATCH)
         if len(batch) < 2:
             raise refused("batch", payload, _BATCH)
         part: list[EngineEvent] = []
         taken = num_bytes = 0
-        for raw in fields.items(batch[1], "batch", _BATCH, EVENTS_MAX):
+        for raw in items(batch[1], "batch", _BATCH, EVENTS_MAX):
             if (event := self._event(raw)) is not None:
                 part.append(event)
             taken, num_bytes = taken + 1, num_bytes + len(raw)
@@ -104,11 +252,11 @@ class EventDecoder:
         yield part
 
     def _event(self, raw: Raw) -> EngineEvent | None:
-        told = fields.event(raw)
+        told = event_fields(raw)
         elements: list[Raw] = []
         if isinstance(told, list):
             elements, told = told[1:], {"type": told[0]} if told else {}
-        kind = fields.text(told, "type")
+        kind = text(told, "type")
         if kind is None:
             raise refused("event type", raw, "a string")
         make = self._kinds.get(kind)
@@ -153,17 +301,17 @@ class EventDecoder:
     ) -> EngineEvent | None:
         """Make an event whose tokens are told."""
         size = self._block_size
-        parent = None if (told := fields.block_hash(event, "parent_block_hash")) is None else _hash(told)
-        lora, salt = fields.text(event, "lora_name"), fields.text(event, "cache_salt")
+        parent = None if (told := block_hash(event, "parent_block_hash")) is None else _hash(told)
+        lora, salt = text(event, "lora_name"), text(event, "cache_salt")
         omission = None
         usable = len(hashes)
         media: tuple[tuple[int, bytes], ...] = ()
-        if (engine_size := fields.integer(event, "block_size")) != size:
+        if (engine_size := integer(event, "block_size")) != size:
             self._complain(engine_size)
             omission, usable = Omission.BLOCK_SIZE, 0
         elif len(token_ids) != _TOKEN_BYTES * size * usable:
             omission, usable = Omission.PARTIAL, 0
-        elif lora is None and not fields.is_null(event, "lora_id"):  # an adapter without a name
+        elif lora is None and not is_null(event, "lora_id"):  # an adapter without a name
             omission, usable = Omission.CONTENT, 0
         else:
             usable, untagged, media = _keys(event, lora, usable, size, is_root=parent is None)
@@ -188,7 +336,7 @@ class EventDecoder:
 
     def _removed(self, event: Fields) -> EngineEvent | None:
         hashes = _hashes(event)
-        told = fields.integer(event, "group_idx")
+        told = integer(event, "group_idx")
         is_first = told is None or (told not in self._needed and told == (self._group or 0))
         if not is_first and told not in self._needed:
             self._omissions[Omission.GROUP] += len(hashes)
@@ -198,8 +346,8 @@ class EventDecoder:
 
     def _group_of(self, event: Fields) -> int | None:
         """Find the group of stored blocks, and note what it needs; None: the first one. One that is not noted does not count."""
-        group = fields.integer(event, "group_idx")
-        kind = fields.text(event, "kv_cache_spec_kind")
+        group = integer(event, "group_idx")
+        kind = text(event, "kv_cache_spec_kind")
         if kind is None:
             return group or None
         if kind in _WHOLE_CONTEXT and self._group is None:
@@ -208,18 +356,18 @@ class EventDecoder:
             return None
         number = -1 if group is None else group
         is_known = number in self._needed or len(self._needed) >= _GROUPS_MAX or number < 0
-        if is_known or fields.integer(event, "block_size") != self._block_size:
+        if is_known or integer(event, "block_size") != self._block_size:
             return number
         if kind in _WHOLE_CONTEXT:
             self._needed[number] = None
-        elif kind in _WINDOWS and (window := fields.integer(event, "kv_cache_spec_sliding_window") or 0) > 0:
+        elif kind in _WINDOWS and (window := integer(event, "kv_cache_spec_sliding_window") or 0) > 0:
             self._needed[number] = -(-(window - 1) // self._block_size)
         return number
 
     def _tier(self, event: Fields, num_blocks: int) -> Tier | None:
-        if fields.text(event, "locality") == "REMOTE":
+        if text(event, "locality") == "REMOTE":
             return Tier.OBJECT
-        medium = fields.text(event, "medium")
+        medium = text(event, "medium")
         if medium is None:
             return Tier.DEVICE
         tier = _MEDIA.get(medium) or _MEDIA.get(medium.upper())
@@ -233,7 +381,7 @@ def _cleared(_event: Fields) -> EngineEvent:
 
 
 def _hashes(event: Fields) -> list[EngineHash]:
-    values = fields.block_hashes(event, "block_hashes")
+    values = block_hashes(event, "block_hashes")
     return [value if type(value) is int and value >= 0 else _hash(value) for value in values]
 
 
@@ -246,7 +394,7 @@ def _hash(value: EngineHash) -> EngineHash:
 
 
 def _token_ids(event: Fields) -> PackedTokens:
-    values = fields.integers(event, "token_ids")
+    values = integers(event, "token_ids")
     try:
         return PackedTokens(struct.pack(f"<{len(values)}i", *values)) if values else NO_TOKENS
     except struct.error:
@@ -266,14 +414,14 @@ def _keys(
     """
     salt = None
     media: list[tuple[int, bytes]] = []
-    for index, raw in enumerate(fields.arrays(event, "extra_keys")[:num_blocks]):
-        if fields.is_nil(raw):
+    for index, raw in enumerate(arrays(event, "extra_keys")[:num_blocks]):
+        if is_nil(raw):
             continue
-        keys = fields.items(raw, "extra_keys", "arrays", VALUES_MAX)
-        if keys and lora is not None and fields.as_text(keys[0]) == lora:
+        keys = items(raw, "extra_keys", "arrays", VALUES_MAX)
+        if keys and lora is not None and as_text(keys[0]) == lora:
             keys = keys[1:]
         begun = []
-        while keys and (item := fields.as_pair(keys[0])) is not None:
+        while keys and (item := as_pair(keys[0])) is not None:
             identifier, offset = item
             if offset >= block_size:
                 raise refused("extra_keys", keys[0], f"an offset below {block_size}, the size of a block")
@@ -281,7 +429,7 @@ def _keys(
                 begun.append((index * block_size + offset, _digest(identifier)))
             keys = keys[1:]
         if keys:
-            name = fields.as_text(keys[0])
+            name = as_text(keys[0])
             if index or not is_root or len(keys) > 1 or name is None:
                 return index, salt, tuple(media)
             salt = name

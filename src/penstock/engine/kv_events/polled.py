@@ -1,16 +1,23 @@
-"""Reads KV events that TensorRT-LLM's API returns: dicts with a number each, for all data-parallel ranks and attention windows.
+"""Reads the KV events that TensorRT-LLM gives on request: dicts with a number each, for all data-parallel ranks and attention windows.
 
-The form is that of `LLM.get_kv_cache_events`: `{event_id, attention_dp_rank, window_size, data: {type, ...}}`. Events tell neither
-adapters nor salts, so an engine that is followed must compute all prompts alike.
+The form is that of `LLM.get_kv_cache_events`, which `trtllm-serve` answers with at `POST /kv_cache_events`: `{event_id,
+attention_dp_rank, window_size, data: {type, ...}}`. Events tell neither adapters nor salts, so an engine that is followed must
+compute all prompts alike.
 """
 
+import asyncio
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
+from penstock.core.errors import PenstockError
+from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.log import get_logger
 from penstock.core.types.events import Tier
 from penstock.core.wire import PackedTokens, pack_tokens
-from penstock.engine.kv_events.engine_events import (
+from penstock.engine.kv_events.events import (
     EngineCleared,
     EngineEvent,
     EngineHash,
@@ -20,8 +27,76 @@ from penstock.engine.kv_events.engine_events import (
     Omissions,
     unsigned,
 )
+from penstock.engine.kv_events.subscriber import Publish
+from penstock.engine.kv_events.translator import KvEventTranslator, SaltOf
 
 _LEVELS = (Tier.DEVICE, Tier.HOST)
+_RANKS_MAX = 1024
+_EMPTY_PAUSE_S = 0.05
+_FAILED_PAUSE_S = 1.0
+_log = get_logger()
+
+
+class PolledKvEvents:
+    """Asks a server for its KV events, and gives them to a function. One task owns it.
+
+    The events of all data-parallel ranks count as those of one cache, since no request can be sent to a rank.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[bytes]],
+        *,
+        block_size: int,
+        salt_of: SaltOf,
+        publish: Publish,
+        close: Callable[[], Awaitable[None]],
+        hash_key: bytes = DEFAULT_KEY,
+    ) -> None:
+        """Make it; `run` asks.
+
+        Args:
+            ask: gives the JSON of the events since the last call, or raises PenstockError.
+            block_size: tokens in a block.
+            salt_of: finds a prompt's salt.
+            publish: called with events in order, in the event loop of `run`.
+            close: called as `run` ends.
+            hash_key: the deployment's.
+        """
+        self.omissions: Omissions = Omissions()
+        self._ask = ask
+        self._close = close
+        self._publish = publish
+        self._block_size = block_size
+        self._readers: dict[int, PolledEvents] = {}
+        self._translator = KvEventTranslator(
+            block_size=block_size, salt_of=salt_of, omissions=self.omissions, hash_key=hash_key
+        )
+
+    async def run(self) -> None:
+        """Ask until cancelled. A failed question loses events; the gap in their numbers then clears all blocks."""
+        try:
+            while True:
+                try:
+                    polled = msgspec.json.decode(await self._ask(), type=list[Any])
+                except (PenstockError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                    _log.debug("kv_events_not_polled", reason=str(error))
+                    await asyncio.sleep(_FAILED_PAUSE_S)
+                    continue
+                if events := self._translator.translate(self._read(polled)):
+                    self._publish(events)
+                await asyncio.sleep(0 if polled else _EMPTY_PAUSE_S)
+        finally:
+            await self._close()
+
+    def _read(self, polled: Iterable[Any]) -> list[EngineEvent]:
+        out: list[EngineEvent] = []
+        for event in polled:
+            rank = (event.get("attention_dp_rank") or 0) if isinstance(event, dict) else 0
+            if not isinstance(rank, int) or not 0 <= rank < _RANKS_MAX:
+                rank = 0
+            self._readers.setdefault(rank, PolledEvents(self._block_size, self.omissions)).read(event, out)
+        return out
 
 
 class PolledEvents:
@@ -31,36 +106,28 @@ class PolledEvents:
     tier at a time, and has one copy.
     """
 
-    def __init__(self, block_size: int, omissions: Omissions, rank: int | None = None) -> None:
+    def __init__(self, block_size: int, omissions: Omissions) -> None:
         """Make a reader.
 
         Args:
             block_size: tokens in a block; smaller blocks are partial and left out.
             omissions: counts what is left out.
-            rank: its events alone are read; None: there is one rank.
         """
         self._block_size = block_size
         self._omissions = omissions
-        self._rank = rank
         self._window = 0
         self._next: int | None = None
         self._held: dict[EngineHash, Tier] = {}
 
-    def read(self, events: Iterable[Mapping[str, Any]]) -> list[EngineEvent]:
-        """Read events in the order of their numbers. A malformed one clears all blocks, since it may have been a removal."""
-        out: list[EngineEvent] = []
-        for event in events:
-            try:
-                self._read(event, out)
-            except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, struct.error):
-                self._omissions[Omission.MALFORMED] += 1
-                self._clear(out)
-        return out
+    def read(self, event: Mapping[str, Any], out: list[EngineEvent]) -> None:
+        """Read the next event into `out`. A malformed one clears all blocks, since it may have been a removal."""
+        try:
+            self._read(event, out)
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, struct.error):
+            self._omissions[Omission.MALFORMED] += 1
+            self._clear(out)
 
     def _read(self, event: Mapping[str, Any], out: list[EngineEvent]) -> None:
-        rank = event.get("attention_dp_rank")
-        if self._rank is not None and rank is not None and rank != self._rank:
-            return
         number = int(event["event_id"])
         if self._next is not None and number != self._next:
             self._omissions[Omission.LOST if number > self._next else Omission.RESTART] += 1

@@ -75,7 +75,7 @@ class HttpConnection(Protocol):
         ...
 
 
-class Connection:
+class ServerConnection:
     """Implements `HttpConnection` for one URL. One event loop owns it.
 
     Each request has a TCP connection of its own, and closing it aborts the request. With `keeps`, connections whose answers were read
@@ -255,7 +255,7 @@ class Connection:
         )
 
     def _place(self, path: str) -> str:
-        """Name a path of the server; one with a name of its own is not asked by people, who need no path."""
+        """Name a path of the server in an error; a server with a name of its own is named without the path."""
         return f"{self.url}{path}" if self._name is None else self._name
 
     async def _read_rest(self, response: aiohttp.ClientResponse) -> None:
@@ -351,7 +351,7 @@ class UntrustedError(Unreachable):
 
 
 class NotServing(Overloaded):
-    """It takes no requests for now (503): it drains, loads, or has no worker."""
+    """The server takes no requests for now (503): it drains, loads, or has no worker."""
 
 
 class NoAnswer(StepFailed):

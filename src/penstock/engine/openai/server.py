@@ -1,7 +1,8 @@
-"""One server: finds its API, checks its model, and reads its answers."""
+"""One server: finds its API, checks its model, and reads its answers and its load."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,16 +15,137 @@ from penstock.core.types.instances import Role
 from penstock.core.types.load import DeploymentLoads, ModelLoad
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
-from penstock.engine.openai.apis.api import UNREADABLE, Api, Piece
+from penstock.engine.openai.apis.api import UNREADABLE, AnswerPiece, ServerApi
 from penstock.engine.openai.apis.completions import Completions
 from penstock.engine.openai.apis.llamacpp import LlamaCpp
 from penstock.engine.openai.apis.ollama import Ollama
 from penstock.engine.openai.apis.sglang import SglangGenerate
 from penstock.engine.openai.config import ServerConfig
-from penstock.engine.openai.connection import Connection, HttpConnection, NotThere
-from penstock.engine.openai.metrics import ServerLoad, deployment_load, read_load
-from penstock.engine.openai.pairs import SGLANG_TRIAL, transfer_kind
+from penstock.engine.openai.connection import HttpConnection, NotThere, ServerConnection
 from penstock.engine.openai.text import TextCodec
+
+_METRIC_LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? +([^ ]+)(?: +-?\d+)?")
+_BLOCK_COUNT = re.compile(r'(?:^|,)num_gpu_blocks="([0-9]{1,12})"')
+_BLOCK_SIZE = re.compile(r'(?:^|,)block_size="([0-9]{1,6})"')
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
+_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+_BLOCKS = "vllm:cache_config_info"
+_TOKENS = "sglang:max_total_num_tokens"
+_WORKERS_MAX, _COUNT_MAX = 1_000_000, 10**15
+_LINE_CHARACTERS_MAX = 16_384
+_LINES_MAX = 20_000
+"""Lines that are looked at: vLLM has 5,000, and reading goes on at every `load_interval_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """A server's load from all of its clients; None for values that the server does not report.
+
+    kv_usage:  share of the KV cache in use, 0 to 1
+    kv_tokens: tokens that the KV cache holds
+    block_size: tokens of a KV block
+    workers:   that share the load; everything is of all of them together
+    queued_tokens: prompt tokens not computed yet
+    context_tokens: of requests that are answered
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    kv_tokens: int | None = None
+    block_size: int | None = None
+    workers: int = 1
+    queued_tokens: int | None = None
+    context_tokens: int | None = None
+
+
+def deployment_load(load: ModelLoad) -> ServerLoad:
+    """Give the load of another deployment of Penstock, with each reported number bounded."""
+    workers = min(max(load.workers, 1), _WORKERS_MAX)
+    size, total = max(load.block_size, 1), max(load.total_blocks, 0)
+    return ServerLoad(
+        running=_count(load.running_requests),
+        waiting=_count(load.waiting_requests),
+        kv_usage=min(max(load.active_blocks / total, 0.0), 1.0) if total else None,
+        kv_tokens=_count(total * size) or None,
+        block_size=size,
+        workers=workers,
+        queued_tokens=_count(load.queued_prefill_tokens),
+        context_tokens=_count(load.context_tokens),
+    )
+
+
+def _count(number: int) -> int:
+    return min(max(number, 0), _COUNT_MAX)
+
+
+def read_load(text: str) -> ServerLoad:
+    """Read what is known of vLLM's, SGLang's and llama.cpp's metrics; engines of one server (data parallel) are added.
+
+    TensorRT-LLM answers with the statistics of its latest iterations as JSON, which tell the size of its KV cache.
+    """
+    if text.lstrip()[:1] == "[":
+        return _trtllm_load(text)
+    running = waiting = kv_tokens = block_size = None
+    usages: list[float] = []
+    for name, labels, value in _samples(text):
+        if name in _RUNNING:
+            running = (running or 0) + round(value)
+        elif name in _WAITING:
+            waiting = (waiting or 0) + round(value)
+        elif name in _USAGE:
+            usages.append(value)
+        elif name == _BLOCKS:
+            blocks, size = _BLOCK_COUNT.search(labels), _BLOCK_SIZE.search(labels)
+            if blocks is not None and size is not None:
+                block_size = int(size[1])
+                kv_tokens = (kv_tokens or 0) + int(blocks[1]) * block_size
+        elif name == _TOKENS:
+            kv_tokens = (kv_tokens or 0) + round(value)
+    usage = min(max(sum(usages) / len(usages), 0.0), 1.0) if usages else None
+    return ServerLoad(running, waiting, usage, kv_tokens, block_size)
+
+
+def _trtllm_load(text: str) -> ServerLoad:
+    try:
+        iterations = _iterations.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return ServerLoad()
+    caches = [each.kv_cache for each in iterations if each.kv_cache is not None]
+    if not caches or not 0 <= caches[-1].blocks * caches[-1].block_size <= _COUNT_MAX:
+        return ServerLoad()
+    return ServerLoad(kv_tokens=caches[-1].blocks * caches[-1].block_size, block_size=caches[-1].block_size)
+
+
+class _KvCacheStats(msgspec.Struct):
+    blocks: int = msgspec.field(name="maxNumBlocks", default=0)
+    block_size: int = msgspec.field(name="tokensPerBlock", default=0)
+
+
+class _Iteration(msgspec.Struct):
+    kv_cache: _KvCacheStats | None = msgspec.field(name="kvCacheStats", default=None)
+
+
+_iterations = msgspec.json.Decoder(list[_Iteration])
+
+
+def _samples(text: str) -> Iterator[tuple[str, str, float]]:
+    """Yield (name, labels, value) of the metrics above; other lines and values that are no count are skipped."""
+    wanted = (*_RUNNING, *_WAITING, *_USAGE, _BLOCKS, _TOKENS)
+    for line in text.split("\n", _LINES_MAX)[:_LINES_MAX]:
+        if not line.startswith(wanted) or len(line) > _LINE_CHARACTERS_MAX:
+            continue
+        sample = _METRIC_LINE.fullmatch(line.strip())
+        if sample is None:
+            continue
+        try:
+            value = float(sample[3])
+        except ValueError:
+            continue
+        if 0 <= value < 1e15:  # neither NaN nor infinite
+            yield sample[1], sample[2] or "", value
+
 
 _SAMPLE = "Hello, world! 12345 naïve 你好 🎉\n\tdef f(x): return x"
 _OWNERS = {
@@ -31,20 +153,22 @@ _OWNERS = {
     "penstock": "penstock",
 }  # fmt: skip
 """APIs by `owned_by` in `/v1/models`."""
+SGLANG_TRIAL: dict[str, Any] = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+"""Fields of a request that one SGLang server of a pair answers alone: its `FAKE_BOOTSTRAP_HOST`, as in its own health checks."""
 DEPLOYMENT = "penstock"
 """Owner of the models of another deployment of Penstock."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What a server says of its model: its name there, and its context length, if it tells."""
+class ModelAtServer:
+    """A model as its server lists it: name, context length (None where the server tells none), and owner."""
 
     name: str
     context_length: int | None
     owner: str
 
 
-class Server:
+class EngineServer:
     """A server that runs the model. One event loop owns it."""
 
     def __init__(
@@ -71,21 +195,22 @@ class Server:
             ConfigError: the key file cannot be read.
         """
         self.url = url
-        self.connection: HttpConnection = connection or Connection(url, config.limits, config.api_key())
+        self.connection: HttpConnection = connection or ServerConnection(url, config.limits, config.api_key())
         self._config = config
         self._names = tuple(names)
         self._codec = codec
-        self._role = role
-        self._api: Api | None = None
-        self._served: ServedModel | None = None
+        self.role = role
+        """Its role in a deployment."""
+        self._api: ServerApi | None = None
+        self._served: ModelAtServer | None = None
 
     @property
     def name(self) -> str:
-        """What it is called in errors, which clients may read."""
+        """The server's name in errors, which clients may read."""
         return self.connection.name
 
     @property
-    def api(self) -> Api:
+    def api(self) -> ServerApi:
         """Its API, known after `try_out`."""
         assert self._api is not None, "tried at start"
         return self._api
@@ -98,7 +223,7 @@ class Server:
     async def close(self) -> None:
         await self.connection.close()
 
-    async def check(self) -> ServedModel:
+    async def check(self) -> ModelAtServer:
         """Ask whether it is healthy and serves the model.
 
         Raises:
@@ -119,7 +244,7 @@ class Server:
         self._served = served
         return served
 
-    async def try_out(self, served: ServedModel) -> None:
+    async def try_out(self, served: ModelAtServer) -> None:
         """Find its API unless that is known, compare tokenizers, and ask for one token.
 
         Raises:
@@ -127,12 +252,12 @@ class Server:
             WrongServerError: its tokenizer gives other ids, or it cannot transfer KV, which its role needs.
         """
         await self._find_api(served)
-        if self._role is not Role.AGGREGATED and transfer_kind(self.api) is None:
+        if self.role is not Role.AGGREGATED and transfer_kind(self.api) is None:
             raise WrongServerError(
-                f"{self.name}: a prefill or decode server must be vLLM or SGLang; serve others with --url"
+                f"{self.name}: a prefill or decode server must be vLLM, SGLang or TensorRT-LLM; serve others with --url"
             )
 
-    async def _find_api(self, served: ServedModel) -> None:
+    async def _find_api(self, served: ModelAtServer) -> None:
         await self._compare_tokenizers(served)
         problem: PenstockError | None = None
         for api in self._candidates(served):
@@ -156,7 +281,7 @@ class Server:
         raise Unavailable(f"{self.name}: a trial request of one token failed: {problem.message}") from problem
 
     async def load(self) -> ServerLoad | None:
-        """Read its metrics; None where it has none.
+        """Read the server's metrics; None where the server has none.
 
         Raises:
             Unavailable: it does not answer.
@@ -174,7 +299,7 @@ class Server:
     @asynccontextmanager
     async def answer(
         self, request: Request, extra: dict[str, Any], on_sent: Callable[[], None]
-    ) -> AsyncIterator[AsyncIterator[Piece]]:
+    ) -> AsyncIterator[AsyncIterator[AnswerPiece]]:
         """Send a request and yield the pieces of its answer; leaving the context aborts it.
 
         Args:
@@ -185,7 +310,7 @@ class Server:
         async with self._opened(self.api, request, extra, on_sent) as pieces:
             yield pieces
 
-    def prompt(self, api: Api, request: Request) -> list[int] | str:
+    def prompt(self, api: ServerApi, request: Request) -> list[int] | str:
         """Give a request's tokens as the server takes them."""
         token_ids = unpack_tokens(request.token_ids).tolist()
         return token_ids if api.takes_ids else self._codec.prompt_text(token_ids)
@@ -194,8 +319,8 @@ class Server:
 
     @asynccontextmanager
     async def _opened(
-        self, api: Api, request: Request, extra: dict[str, Any], on_sent: Callable[[], None]
-    ) -> AsyncIterator[AsyncIterator[Piece]]:
+        self, api: ServerApi, request: Request, extra: dict[str, Any], on_sent: Callable[[], None]
+    ) -> AsyncIterator[AsyncIterator[AnswerPiece]]:
         body = api.body(request, self.prompt(api, request)) | extra
         headers = {**api.headers, **({} if request.trace is None else request.trace.headers())}
         async with (
@@ -204,14 +329,16 @@ class Server:
         ):
             yield pieces
 
-    async def _pieces(self, api: Api, request: Request, lines: AsyncIterator[bytes]) -> AsyncGenerator[Piece]:
+    async def _pieces(
+        self, api: ServerApi, request: Request, lines: AsyncIterator[bytes]
+    ) -> AsyncGenerator[AnswerPiece]:
         answer, vocab_size = api.answer(request), self.vocab_size
         async for line in lines:
             piece = answer.read(line)
             if piece is None:
                 continue
             if piece.text:
-                piece = Piece(
+                piece = AnswerPiece(
                     self._codec.spell(piece.text),
                     "",
                     piece.finish_reason,
@@ -226,7 +353,7 @@ class Server:
                 )
             yield piece
 
-    async def _find_model(self, timeout_s: float) -> ServedModel:
+    async def _find_model(self, timeout_s: float) -> ModelAtServer:
         content = await self.connection.get("/v1/models", timeout_s=timeout_s, bytes_max=_MODELS_BYTES_MAX)
         try:
             models = _models.decode(content).data[:_MODELS_MAX]
@@ -247,15 +374,15 @@ class Server:
                         context_length = await self._slot_context(timeout_s)
                     if context_length is not None and context_length < 1:
                         context_length = None  # some say 0 or -1 for what they do not know
-                    return ServedModel(model.id, context_length, model.owned_by or "")
+                    return ModelAtServer(model.id, context_length, model.owned_by or "")
         served = ", ".join(repr(model.id[:_NAME_CHARACTERS_MAX]) for model in models[:8]) or "no model"
         raise WrongServerError(
             f"{self.name}: serves {served}, expected {' or '.join(map(repr, dict.fromkeys(wanted)))}; if it is the same"
             " model, give its name there: --engine-arg model=NAME (penstock router: --set servers.model=NAME)"
         )
 
-    async def _of_deployment(self, served: ServedModel) -> ServedModel:
-        """Check that another deployment has workers of its own; an older one without `/load` is a server as any other.
+    async def _of_deployment(self, served: ModelAtServer) -> ModelAtServer:
+        """Check that another deployment has workers of its own. An older deployment without `/load` is treated as any other server.
 
         Raises:
             Unavailable: it has none now, or does not answer.
@@ -304,7 +431,7 @@ class Server:
         except (NotThere, *UNREADABLE):
             return None
 
-    async def _compare_tokenizers(self, served: ServedModel) -> None:
+    async def _compare_tokenizers(self, served: ModelAtServer) -> None:
         """Compare the ids of a sample where the server tokenizes.
 
         Raises:
@@ -330,10 +457,10 @@ class Server:
             if token_ids:
                 return
 
-    def _candidates(self, served: ServedModel) -> list[Api]:
+    def _candidates(self, served: ModelAtServer) -> list[ServerApi]:
         """List the APIs that the server may have, the likeliest first."""
         name = served.name
-        makers: dict[str, Callable[[], Api]] = {
+        makers: dict[str, Callable[[], ServerApi]] = {
             "vllm": lambda: Completions(name, "vllm"),
             "trtllm": lambda: Completions(name, "trtllm"),
             "penstock": lambda: Completions(name, "penstock"),
@@ -345,7 +472,7 @@ class Server:
         known = _OWNERS.get(served.owner) if self._config.api == "auto" else self._config.api
         return [makers[known]() for known in ((known,) if known else ("vllm", "text"))]
 
-    async def _ask_for_one(self, api: Api) -> None:
+    async def _ask_for_one(self, api: ServerApi) -> None:
         """Ask for one token after the sample.
 
         Raises:
@@ -358,7 +485,7 @@ class Server:
             token_ids=pack_tokens(token_ids),
             sampling=SamplingParams(max_tokens=1, temperature=0.0),
         )
-        room = SGLANG_TRIAL if self._role is not Role.AGGREGATED and isinstance(api, SglangGenerate) else {}
+        room = SGLANG_TRIAL if self.role is not Role.AGGREGATED and isinstance(api, SglangGenerate) else {}
         async with self._opened(api, request, room, lambda: None) as pieces:
             found = False
             async for piece in pieces:
@@ -377,6 +504,15 @@ _LOAD_MAX = 10**12
 """Of any count: tokens of context of a million workers."""
 _PADDING = 4096
 """Vocabularies of models are padded beyond their tokenizer's."""
+
+
+def transfer_kind(api: ServerApi) -> str | None:
+    """Name how a server with this API transfers KV; None: not at all, as far as is known here."""
+    if isinstance(api, SglangGenerate):
+        return "http-sglang-1"
+    if isinstance(api, Completions) and api.dialect in {"vllm", "trtllm"}:
+        return f"http-{api.dialect}-1"
+    return None
 
 
 def _short(name: str) -> str:

@@ -1,13 +1,18 @@
-"""KV memory: block-first, so that all layers of a block are one contiguous slab to copy or send.
+"""The paged engine's settings, KV memory, fences and cores.
 
-On a CPU it is an arena of `penstock.transfer`: other processes of the host map it and copy blocks from and to it directly.
+KV memory is block-first: all layers of a block are one contiguous slab to copy or send. On a CPU it is an arena of
+`penstock.transfer`: other processes of the host map it and copy blocks from and to it directly.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
+import pydantic
 import torch
 
+from penstock.core.config import Config
 from penstock.core.errors import ConfigError, TransferError
 from penstock.core.types.kv import KvLayout
 from penstock.transfer import Arena
@@ -194,3 +199,97 @@ def _default_budget(device: torch.device, free_bytes: int) -> int:
     if device.type == "cuda":
         return int(free_bytes * _GPU_DEFAULT_FRACTION)
     return min(_CPU_DEFAULT_BYTES, free_bytes // 2)
+
+
+class Fence(Protocol):
+    """Waits for the work queued on one device. Used on the thread that queues it."""
+
+    def wait(self) -> None:
+        """Return once all queued work is done and its writes are visible to every reader."""
+        ...
+
+
+class HostFence:
+    """For a CPU, where calls return when they are done."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class CudaFence:
+    """For a CUDA device, where kernels are queued: nothing else waits for a step that samples no token."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make a blocking event: the waiting thread sleeps instead of spinning on its core."""
+        self._device = device
+        self._event = torch.cuda.Event(blocking=True)
+
+    def wait(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+        self._event.synchronize()
+
+
+def make_fence(device: torch.device) -> Fence:
+    return CudaFence(device) if device.type == "cuda" else HostFence()
+
+
+def keep_to_cores(device: str, threads: int) -> None:
+    """Pin the calling thread, and threads it starts, to the cores that `device` names.
+
+    Without it the kernel moves compute threads between cores whenever other threads wake up, and caches are cold after each move.
+    Measured with a decode worker and a prefill worker on two EPYC cores, 20 small layers: the median decode step is 9.1 ms instead of
+    10.2 with other programs running, and 9.9 instead of 10.1 without.
+
+    Args:
+        device: `cpu:N` names `threads` cores from core N on; other devices name none.
+        threads: number of cores.
+
+    Raises:
+        ConfigError: this process may not use these cores, or the system cannot pin threads.
+    """
+    kind, _, number = device.partition(":")
+    if kind != "cpu" or not number:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(f"device: {device}: this system keeps no thread to a core; use cpu")
+    cores, usable = range(int(number), int(number) + threads), os.sched_getaffinity(0)
+    missing = sorted(set(cores) - usable)
+    if missing:
+        raise ConfigError(
+            f"device: {device}: with {threads} {'thread' if threads == 1 else 'threads'} it needs"
+            f" {_listed(missing)}, and this process may use {_listed(sorted(usable))}; name others, or use cpu"
+        )
+    os.sched_setaffinity(0, cores)
+
+
+def _listed(cores: list[int]) -> str:
+    return f"{'core' if len(cores) == 1 else 'cores'} {', '.join(map(str, cores))}"
+
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class PagedConfig(Config):
+    model: str = pydantic.Field(min_length=1)
+    """A directory with a checkpoint, or a name on the Hugging Face hub."""
+    device: str = pydantic.Field(default="cpu", pattern=r"^(cpu|cuda)(:\d+)?$")
+    """Where the model computes: cpu, cuda or cuda:N; cpu:N keeps its threads to core N, and those after it with more `threads`."""
+    dtype: Dtype = "auto"
+    """Number format of weights and KV; auto is the checkpoint's own."""
+    block_size: int = pydantic.Field(default=16, ge=1, le=1024)
+    """Tokens in a KV block."""
+    kv_blocks: int | None = pydantic.Field(default=None, ge=2)
+    """KV blocks to keep; None is as many as `kv_memory_bytes` holds."""
+    kv_memory_bytes: int | None = pydantic.Field(default=None, ge=1)
+    """Memory for KV blocks where `kv_blocks` is not given; None is 1 GiB on a CPU and 85 % of what is free on a GPU."""
+    sharing_engines: int = pydantic.Field(default=1, ge=1)
+    """Engines that take their memory from this machine at the same time, this one included; only the default of `kv_memory_bytes` depends on it."""
+    context_length: int | None = pydantic.Field(default=None, ge=1)
+    """Tokens a request may have, prompt and output; None is the model's own limit."""
+    eos_token_ids: tuple[int, ...] = ()
+    """End-of-sequence tokens beside those that the checkpoint names."""
+    threads: int = pydantic.Field(default=1, ge=1)
+    """CPU threads of one step. More than the cores that are free makes steps many times slower."""
+    window_tables: bool = True
+    """Whether layers with a sliding window keep the blocks of their window alone, in block tables of their own, where a request of
+    `context_length` tokens then takes less memory. Such an engine takes no part in KV transfers."""

@@ -7,29 +7,34 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.log import get_logger
 from penstock.core.types.instances import OPTIONAL_SAMPLING
 from penstock.core.types.requests import PromptLogprobs, TokenLogprob
-from penstock.engine.paged.config import PagedConfig
-from penstock.engine.paged.cores import keep_to_cores
-from penstock.engine.paged.fence import Fence, make_fence
-from penstock.engine.paged.memory import Gather, KvMemory, plan_blocks
-from penstock.engine.paged.model.checkpoint import Checkpoint
-from penstock.engine.paged.model.groups import LayerGroups
-from penstock.engine.paged.model.models import PagedModel
-from penstock.engine.paged.model.weights import load_model, read_config
-from penstock.engine.paged.step.batch import BatchBuilder, StepBatch
-from penstock.engine.paged.step.decoding import row_limits
-from penstock.engine.paged.step.prompt_logprobs import prompt_logprobs
-from penstock.engine.paged.step.sampling import Sampler, SamplingColumns
-from penstock.engine.paged.step.step import PagedStep
-from penstock.engine.paged.step.token_masks import TokenMasks
-from penstock.engine.paged.structured.grammars import Grammars
-from penstock.engine.paged.structured.matchers import Matchers
-from penstock.engine.runner import RunnerInfo, end_tokens_within
+from penstock.core.wire import pack_tokens
+from penstock.engine.batched import BatchedEngine
+from penstock.engine.kv_tiers import TierMaker
+from penstock.engine.paged.checkpoint import Checkpoint
+from penstock.engine.paged.memory import (
+    Fence,
+    Gather,
+    KvMemory,
+    PagedConfig,
+    keep_to_cores,
+    make_fence,
+    plan_blocks,
+)
+from penstock.engine.paged.models import LayerGroups, PagedModel, load_model, read_config
+from penstock.engine.paged.sampling import Sampler, SamplingColumns, TokenMasks
+from penstock.engine.paged.step import BatchBuilder, PagedStep, PromptRows, StepBatch, row_limits
+from penstock.engine.paged.structured import Grammars, Matchers
+from penstock.engine.runner import RunnerInfo, ThreadedRunner, end_tokens_within
+from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
 
 _log = get_logger()
+_LOGITS_BYTES = 64 << 20
+"""Memory for the logits of the prompt rows that are computed together: logits of a whole prompt would not fit the device."""
 
 
 class DeviceTokens:
@@ -235,3 +240,65 @@ def _embedded(plan: StepPlan, table: SequenceTable, rows: NDArray[np.int64]) -> 
     prompts = np.flatnonzero(table.num_tokens[slots] == table.num_prompt[slots]).tolist()
     requests = ((row, table.requests[slots[row]]) for row in prompts)
     return [row for row, request in requests if request is not None and request.embeds]
+
+
+def paged_engine(
+    config: PagedConfig,
+    scheduling: SchedulerConfig | None = None,
+    *,
+    hash_key: bytes = DEFAULT_KEY,
+    make_tiers: TierMaker | None = None,
+) -> BatchedEngine:
+    """Make an engine; `start` loads its model, and then makes the KV tiers below its device."""
+    grammars = Grammars()
+    return BatchedEngine(
+        ThreadedRunner(PagedRunner(config, grammars)),
+        scheduling,
+        hash_key=hash_key,
+        make_tiers=make_tiers,
+        preparer=grammars,
+    )
+
+
+def prompt_logprobs(model: PagedModel, before: int, prompt: PromptRows) -> dict[int, PromptLogprobs]:
+    """Report a step's prompt tokens, by row of the plan; see `PromptLogprobs`.
+
+    Args:
+        model: has just computed the step.
+        before: rows of its hidden states before those of the prompt tokens.
+        prompt: the prompt tokens.
+    """
+    targets = torch.from_numpy(prompt.targets).to(model.device)
+    count, together = len(targets), max(_LOGITS_BYTES // (4 * model.vocab_size), 1)
+    most = min(max(span.alternatives for span in prompt.spans), model.vocab_size)
+    parts = [
+        _logprobs(
+            model.scores(before + start, before + min(start + together, count)).float(),
+            targets[start : start + together],
+            most,
+        )
+        for start in range(0, count, together)
+    ]
+    token_ids, logprobs, ranks = (torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
+    reported, row = {}, 0
+    for span in prompt.spans:
+        end, width = row + span.end - span.start, 1 + span.alternatives
+        reported[span.row] = PromptLogprobs(
+            start=span.start,
+            token_ids=pack_tokens(token_ids[row:end, :width]),
+            logprobs=logprobs[row:end, :width].astype("<f4").tobytes(),
+            ranks=pack_tokens(ranks[row:end]),
+        )
+        row = end
+    return reported
+
+
+def _logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, alternatives: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give (rows, 1 + alternatives) token ids and logprobs, each row's target first, and the targets' (rows,) ranks."""
+    chosen = logits.gather(1, targets[:, None])
+    top, top_ids = logits.topk(alternatives)
+    ranks = (logits > chosen).sum(1) + 1
+    logprobs = torch.cat((chosen, top), 1) - logits.logsumexp(1, keepdim=True)
+    return torch.cat((targets[:, None], top_ids), 1).int(), logprobs, ranks.int()

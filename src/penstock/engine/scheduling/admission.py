@@ -1,24 +1,26 @@
 """Admission of waiting requests into the batch, in queue order, as soon as blocks and a slot are free."""
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.ids import BlockId
+from penstock.core.types.load import KvTierCounts
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.engine.scheduling.order.waiting_queue import WaitingQueue
-from penstock.engine.scheduling.partial_blocks import PartialBlocks
-from penstock.engine.scheduling.prefixes import Cached, Prefixes
+from penstock.engine.scheduling.order import WaitingQueue
+from penstock.engine.scheduling.prefixes import CachedPrefix, PartialBlocks, Prefixes
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
-from penstock.engine.scheduling.slots import Slots
+from penstock.engine.scheduling.slots import Int32s, SequenceSlots
+from penstock.kv.loader import Arrival
 from penstock.kv.manager import KvManager
 from penstock.kv.pool import BlockPool, Pins
 from penstock.kv.sessions.sessions import Sessions
 from penstock.kv.windows import WindowPins
 
 
-class Admission:
+class BatchAdmission:
     """Gives waiting sequences a slot, their cached blocks, and blocks for their first chunk.
 
     One scheduler owns it and shares its queue, slots and pool with it.
@@ -27,7 +29,7 @@ class Admission:
     def __init__(
         self,
         waiting: WaitingQueue[Sequence],
-        slots: Slots,
+        slots: SequenceSlots,
         pool: BlockPool,
         *,
         limits: SequenceLimits,
@@ -169,7 +171,9 @@ class Admission:
         windows = self.prefixes.window_blocks(sequence, len(cached.hits))
         return self._admit(sequence, cached, windows, lent_tokens=0, num_new=0)
 
-    def _admit(self, sequence: Sequence, found: Cached, windows: int, lent_tokens: int, num_new: int) -> int:
+    def _admit(
+        self, sequence: Sequence, found: CachedPrefix, windows: int, lent_tokens: int, num_new: int
+    ) -> int:
         """Give a waiting request a slot, its cached blocks, and blocks for its first `num_new` tokens."""
         hits = found.hits
         cached = len(hits) * self._limits.block_size
@@ -186,7 +190,7 @@ class Admission:
             assert has_all, "admitted without room"
         return slot
 
-    def _assign_slot(self, sequence: Sequence, found: Cached, cached: int, windows: int) -> int:
+    def _assign_slot(self, sequence: Sequence, found: CachedPrefix, cached: int, windows: int) -> int:
         """Give a waiting request a slot, its cached blocks on the device and `windows` blocks; it need not compute `cached` tokens."""
         hits = found.hits
         self._waiting.remove(sequence)
@@ -203,7 +207,12 @@ class Admission:
         return slot
 
     def _add_windows(
-        self, slot: int, sequence: Sequence, found: Cached, windows: int, loading: SequenceOf[BlockId] = ()
+        self,
+        slot: int,
+        sequence: Sequence,
+        found: CachedPrefix,
+        windows: int,
+        loading: SequenceOf[BlockId] = (),
     ) -> None:
         """Give a slot `windows` blocks for its windows, those of its prefix included: on the device, or `loading`."""
         tables, prefixes = self._slots.tables, self.prefixes.windows
@@ -221,7 +230,7 @@ class Admission:
             if end > found.end:
                 tables.keep_at(slot, end)
 
-    def _admit_loading(self, sequence: Sequence, cached: Cached, windows: int) -> int:
+    def _admit_loading(self, sequence: Sequence, cached: CachedPrefix, windows: int) -> int:
         """Give a waiting request a slot and load its blocks from lower tiers; it computes once they have arrived."""
         assert self._kv is not None, "found runs"
         size, request_id = self._limits.block_size, sequence.request.request_id
@@ -240,3 +249,181 @@ class Admission:
         targets = self._kv.begin(request_id, cached.runs) if cached.targets is None else cached.targets
         self._slots.add_blocks(slot, targets)
         return slot
+
+
+class StepBudget:
+    """Shares the budget of each step of one scheduler among its requests."""
+
+    def __init__(
+        self,
+        waiting: WaitingQueue[Sequence],
+        slots: SequenceSlots,
+        admission: BatchAdmission,
+        config: SchedulerConfig,
+    ) -> None:
+        self.config = config
+        self._waiting = waiting
+        self._slots = slots
+        self._admission = admission
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Most tokens of the next step, and of one prompt in it."""
+        return self.config.step_limits(self._waiting.turn_tokens)
+
+    def share(self, slots: Int32s, remaining: Int32s) -> tuple[Int32s, list[int], list[int]]:
+        """Distribute the token budget: one token for each decode row, the rest to prefill rows in order.
+
+        Decode rows never exceed the budget: a request is admitted only if a token is left after one for each row.
+
+        Returns:
+            tokens of each row; where prompts are ranked also the slots admitted before some running prefill, and their tokens.
+        """
+        decode = remaining == 1
+        left = self.limits[0] - int(np.count_nonzero(decode))
+        if self._waiting.ranked is not None:
+            return self._share_by_turn(slots, remaining, left)
+        prefill = np.where(remaining > 1, np.minimum(remaining, self.config.prompt_budget), 0)
+        before = np.cumsum(prefill) - prefill
+        shared: Int32s = (decode + np.clip(left - before, 0, prefill)).astype(np.int32)
+        return shared, [], []
+
+    def _share_by_turn(
+        self, slots: Int32s, remaining: Int32s, left: int
+    ) -> tuple[Int32s, list[int], list[int]]:
+        """Distribute like `share`, with waiting and running prompts ranked in one order."""
+        ranked = self._waiting.ranked
+        assert ranked is not None, "asked only where prompts are ranked"
+        order, (_, prompt_budget) = ranked.order, self.limits
+        shared = (remaining == 1).astype(np.int32)
+        new_slots: list[int] = []
+        new_counts: list[int] = []
+        lacking = [(row, int(remaining[row])) for row in np.flatnonzero(remaining > 1).tolist()]
+        if not lacking and not self._waiting:
+            order.on_idle()
+        sequences = [self._slots.sequence(int(slots[row])) for row, _ in lacking]
+        ranks = [
+            (order.rank(sequence, tokens), row, tokens, sequence)
+            for sequence, (row, tokens) in zip(sequences, lacking, strict=True)
+        ]
+        for rank, row, tokens, sequence in sorted(ranks, key=lambda each: each[:2]):
+            more_slots, more_counts = self._admission.admit(left, before=rank)
+            new_slots += more_slots
+            new_counts += more_counts
+            left -= sum(more_counts)
+            shared[row] = min(left, prompt_budget, tokens)
+            left -= int(shared[row])
+            order.note(sequence, tokens - int(shared[row]))
+        return shared, new_slots, new_counts
+
+
+class Loading:
+    """The slots of one scheduler that wait for lower tiers. Without such tiers nothing ever waits."""
+
+    def __init__(self, kv: KvManager | None, slots: SequenceSlots, limits: SequenceLimits) -> None:
+        self._kv = kv
+        self._slots = slots
+        self._limits = limits
+        self._unstepped: set[int] = set()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt tokens found in each lower `Tier`, host first; empty without tiers."""
+        return () if self._kv is None else self._kv.tokens
+
+    @property
+    def counts(self) -> tuple[KvTierCounts, ...]:
+        """What each tier keeps, and has done since start; empty without tiers."""
+        return () if self._kv is None else self._kv.counts
+
+    def is_loading(self, slots: Int32s) -> NDArray[np.bool_]:
+        """Mask the slots whose prefix is still being loaded."""
+        if self._kv is None:
+            return np.zeros(len(slots), dtype=np.bool_)
+        is_under_way, ids = self._kv.is_under_way, self._slots.request_ids
+        return np.array([is_under_way(ids[slot]) for slot in slots.tolist()], dtype=np.bool_)
+
+    def prompts_left(self) -> list[tuple[int, int]]:
+        """List what is left to compute of running prompts once their prefixes are loaded, as (tokens, tokens before them)."""
+        table, slots = self._slots.table, self._slots.running_array()
+        loaded = table.num_blocks[slots] * self._limits.block_size
+        computed = np.where(self.is_loading(slots), loaded, table.num_computed[slots])
+        left = table.num_tokens[slots] - computed
+        return list(zip(left[left > 1].tolist(), computed[left > 1].tolist(), strict=True))
+
+    def is_unstepped(self, slots: Int32s) -> NDArray[np.bool_]:
+        """Mask the slots whose prefix was loaded and that no step has computed since: their first step is a prefill row."""
+        if not self._unstepped:
+            return np.zeros(len(slots), dtype=np.bool_)
+        return np.isin(slots, list(self._unstepped))
+
+    def step(self, slots: Int32s) -> None:
+        """Tell which slots the next step computes."""
+        if self._unstepped:
+            self._unstepped.difference_update(slots.tolist())
+
+    def count_offloading(self, *others: Callable[[], Mapping[BlockId, int]]) -> int:
+        """Count the device blocks that are held for an offload alone, by no running request and none of the other holders."""
+        held = set() if self._kv is None else set(self._kv.offloading())
+        if held:
+            for holders in (self._slots.holders, *others):
+                held.difference_update(holders())
+        return len(held)
+
+    def begin_again(self, slot: int) -> None:
+        """Tell of a slot that was given again to a request whose load has failed."""
+        self._unstepped.add(slot)
+
+    def take_arrived(self, waiting: Callable[[Arrival], None]) -> tuple[list[int], int, list[int]]:
+        """Count what was loaded as computed, also of loads that go on.
+
+        Args:
+            waiting: called with what has arrived of requests that still wait.
+
+        Returns:
+            the slots of which more was loaded since the last call, the tokens that loads which have ended did not bring, and
+            the slots whose load is of no use, in a model with several groups of layers: they need all of it.
+        """
+        arrived: list[int] = []
+        failed: list[int] = []
+        lacking = 0
+        if self._kv is None:
+            return arrived, lacking, failed
+        slot_of = {self._slots.request_ids[slot]: slot for slot in self._slots.running}
+        table, size = self._slots.table, self._limits.block_size
+        for arrival in self._kv.take_arrived():
+            slot = slot_of.get(arrival.request_id)
+            if slot is None:
+                waiting(arrival)
+                continue
+            if self._slots.tables is not None:
+                num_lower = int(table.num_blocks[slot] - self._slots.num_published[slot])
+                if arrival.num_blocks < num_lower + self._slots.tables.num_blocks(slot):
+                    failed.append(slot)
+                    continue
+                table.num_computed[slot] = table.num_blocks[slot] * size
+            else:
+                start = int(table.num_computed[slot]) // size
+                table.block_tables[slot, start : start + arrival.num_blocks] = arrival.block_ids
+                table.num_computed[slot] += arrival.num_blocks * size
+            arrived.append(slot)
+            if not arrival.is_over:
+                continue
+            expected = int(table.num_blocks[slot]) * size
+            lacking += expected - int(table.num_computed[slot])
+            sequence = self._slots.sequence(slot)
+            if sequence.cached_tokens is not None:
+                sequence.cached_tokens = min(sequence.cached_tokens, int(table.num_computed[slot]))
+            self._unstepped.add(slot)
+        return arrived, lacking, failed
+
+    def leave(self, slot: int, *, offloads: bool) -> None:
+        """Cancel the load of a slot that is about to be freed, and offload its full blocks if it `offloads`."""
+        if self._kv is None:
+            return
+        self._unstepped.discard(slot)
+        self._kv.cancel(self._slots.request_ids[slot])
+        count = int(self._slots.num_published[slot])
+        if count and offloads:
+            hashes, tables = self._slots.sequence(slot).block_hashes[:count], self._slots.tables
+            self._kv.offload(hashes, [] if tables is None else list(tables.kept(slot, hashes)))

@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 from penstock.core.ids import BlockId, RequestId
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.engine.scheduling.order.waiting_queue import WaitingQueue
+from penstock.engine.scheduling.order import WaitingQueue
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.kv.loader import Arrival, ChosenPrefix
 from penstock.kv.loads import leading_runs
 from penstock.kv.manager import KvManager
-from penstock.kv.pool import BlockPool
+from penstock.kv.pool import BlockPool, Pins
 from penstock.kv.windows import WindowPrefixes
 from penstock.seams.kv import KvRun
 
 
-class Cached(NamedTuple):
-    """What is cached of a waiting request's prefix.
+class CachedPrefix(NamedTuple):
+    """The cached part of a waiting request's prefix.
 
     hits:    leading blocks on the device
     runs:    blocks after them in lower tiers that are worth loading
@@ -114,7 +114,7 @@ class Prefixes:
         """Look for prefixes to hold in the next step: a request has come or left, or blocks were freed."""
         self._may_look = True
 
-    def find(self, sequence: Sequence, ahead: SequenceOf[tuple[int, int]] = ()) -> Cached:
+    def find(self, sequence: Sequence, ahead: SequenceOf[tuple[int, int]] = ()) -> CachedPrefix:
         """Find what is cached of a waiting request and may be taken: see `Sequence.cacheable`.
 
         Args:
@@ -123,7 +123,7 @@ class Prefixes:
         """
         held = self._held.get(sequence.request.request_id)
         if held is not None and held.is_loading:
-            return Cached(held.hits, held.runs, held.targets)
+            return CachedPrefix(held.hits, held.runs, held.targets)
         known = len(sequence.token_ids)
         cacheable = sequence.cacheable // self._limits.block_size
         sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
@@ -132,8 +132,8 @@ class Prefixes:
         if self.windows is not None:
             return self._find_grouped(self.windows, sequence, hits, ahead)
         if self._kv is None or (held is not None and held.is_short):
-            return Cached(hits, (), None)
-        return Cached(hits, self._kv.choose_runs(hashes, hits, known, ahead), None)
+            return CachedPrefix(hits, (), None)
+        return CachedPrefix(hits, self._kv.choose_runs(hashes, hits, known, ahead), None)
 
     def lacking(self, sequence: Sequence) -> int:
         """Count the tokens that a waiting request would have to compute if admitted now."""
@@ -214,7 +214,7 @@ class Prefixes:
             self._kv.count(held.runs, sequence.num_prompt - held.num_before * self._limits.block_size)
 
     def end(self, sequence: Sequence) -> None:
-        """Release the blocks of a waiting request and cancel its load; no error if there is none."""
+        """Release the blocks of a waiting request and cancel its load. A request without blocks is left alone."""
         held = self._pop(sequence)
         if held is None:
             return
@@ -262,7 +262,7 @@ class Prefixes:
         sequence: Sequence,
         hits: list[BlockId],
         ahead: SequenceOf[tuple[int, int]],
-    ) -> Cached:
+    ) -> CachedPrefix:
         """Find the longest prefix that is held in all groups of layers."""
         known = len(sequence.token_ids)
         hashes = sequence.block_hashes[: sequence.cacheable // self._limits.block_size]
@@ -271,7 +271,7 @@ class Prefixes:
         else:
             chosen = self._kv.choose_prefix(hashes, len(hits), known, ahead)
         held = () if chosen.runs else windows.windows(hashes, chosen.end)
-        return Cached(hits[: chosen.end], chosen.runs, None, chosen.end, chosen.num_found, held)
+        return CachedPrefix(hits[: chosen.end], chosen.runs, None, chosen.end, chosen.num_found, held)
 
     def _begin(self, sequence: Sequence, ahead: SequenceOf[tuple[int, int]]) -> _Held:
         cached = self.find(sequence, ahead)
@@ -294,3 +294,69 @@ class Prefixes:
         if held is not None:
             self.num_taken -= held.num_taken
         return held
+
+
+class PartialBlocks:
+    """The kept and lent blocks of one scheduler, held as pins. Not thread-safe."""
+
+    def __init__(self, pins: Pins) -> None:
+        self.keeps_any = True
+        """Whether blocks of ended requests are kept; False in an engine without KV transfers."""
+        self._pins = pins
+        self._kept: dict[RequestId, BlockId] = {}
+        self._lent: dict[RequestId, tuple[BlockId, int]] = {}
+
+    def keep(self, request_id: RequestId, block_id: BlockId) -> None:
+        """Pin the last block of a request that ends, until it is claimed or the next step begins."""
+        if self.keeps_any:
+            self._pins.hold([block_id])
+            self._kept[request_id] = block_id
+
+    def claim(self, request_id: RequestId) -> BlockId | None:
+        """Pass a kept block and its pin to the caller; None where no block is kept."""
+        return self._kept.pop(request_id, None)
+
+    def free_kept(self) -> None:
+        """Unpin the kept blocks that were not claimed."""
+        if self._kept:
+            self._pins.unpin(list(self._kept.values()))
+            self._kept.clear()
+
+    def lend(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+        """Lend a block, which the caller has pinned, to a waiting request; its first `num_tokens` tokens are computed."""
+        self.free_lent(request_id)
+        if num_tokens > 0:
+            self._lent[request_id] = block_id, num_tokens
+        else:
+            self._pins.unpin([block_id])
+
+    def lent_tokens(self, request_id: RequestId) -> int:
+        """Count the computed tokens in the block lent to a request; 0 if there is none."""
+        lent = self._lent.get(request_id)
+        return 0 if lent is None else lent[1]
+
+    def take_lent(self, request_id: RequestId) -> BlockId:
+        """Turn the pin of a lent block into a reference of the request's sequence."""
+        block_id, _ = self._lent.pop(request_id)
+        self._pins.pass_on([block_id])
+        return block_id
+
+    def free_lent(self, request_id: RequestId) -> None:
+        """Unpin the block lent to a request; no error if there is none."""
+        lent = self._lent.pop(request_id, None)
+        if lent is not None:
+            self._pins.unpin([lent[0]])
+
+    def free_all_lent(self) -> bool:
+        """Unpin all lent blocks, since other requests need them; return whether there were any."""
+        lent = tuple(self._lent)
+        for request_id in lent:
+            self.free_lent(request_id)
+        return bool(lent)
+
+    def check(self, waiting: set[RequestId]) -> None:
+        """Raise AssertionError if a lent block belongs to no waiting request, or a block is not pinned."""
+        assert self._lent.keys() <= waiting, "a block was lent to a request that does not wait"
+        held = self._pins.holders()
+        for block_id in (*self._kept.values(), *(block_id for block_id, _ in self._lent.values())):
+            assert held.get(block_id, 0) > 0, f"block {block_id} of a tail is not held"

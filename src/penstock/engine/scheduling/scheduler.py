@@ -19,14 +19,11 @@ from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.instances import Role
 from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.engine.scheduling.admission import Admission
-from penstock.engine.scheduling.budget import Budget
+from penstock.engine.scheduling.admission import BatchAdmission, Loading, StepBudget
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.engine.scheduling.loading import Loading
-from penstock.engine.scheduling.order.shortest_first import ShortestFirst
-from penstock.engine.scheduling.order.waiting_queue import WaitingQueue
+from penstock.engine.scheduling.order import ShortestFirst, WaitingQueue
 from penstock.engine.scheduling.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
-from penstock.engine.scheduling.slots import Int32s, Slots
+from penstock.engine.scheduling.slots import Int32s, SequenceSlots
 from penstock.kv.eviction import BlockUse
 from penstock.kv.groups import GroupEvents
 from penstock.kv.manager import KvManager
@@ -69,15 +66,17 @@ class Scheduler:
         self._arrivals = count()
         self._by_id: dict[RequestId, Sequence] = {}
         self._waiting: WaitingQueue[Sequence] = WaitingQueue()
-        self._slots = Slots(config.max_running_requests, limits, is_eos, pool)
+        self._slots = SequenceSlots(config.max_running_requests, limits, is_eos, pool)
         self._under_way: StepPlan | None = None
         self._aborted_slots: set[int] = set()  # aborted during the current step
-        self._admission = Admission(self._waiting, self._slots, pool, limits=limits, config=config, kv=kv)
+        self._admission = BatchAdmission(
+            self._waiting, self._slots, pool, limits=limits, config=config, kv=kv
+        )
         self.pins, self.partial_blocks = self._admission.pins, self._admission.partial_blocks
         self.sessions, self._prefixes = self._admission.sessions, self._admission.prefixes
         self._told = None if limits.groups is None else GroupEvents(limits.groups, limits.block_size)
         self._retention = Retention(pool, config.sessions)
-        self._budget = Budget(self._waiting, self._slots, self._admission, config)
+        self._budget = StepBudget(self._waiting, self._slots, self._admission, config)
         self._loading = Loading(kv, self._slots, limits)
         if kv is not None:
             kv.watch(self._admission.look_again)

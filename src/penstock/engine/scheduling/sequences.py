@@ -5,6 +5,7 @@ operations over slots, not a Python loop over requests.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -14,8 +15,90 @@ from penstock.core.errors import PenstockError, RequestError
 from penstock.core.hashing import block_hashes
 from penstock.core.types.requests import PromptLogprobs, Request, SamplingParams, TokenLogprob
 from penstock.core.wire import HashArray, TokenArray, unpack_hashes, unpack_tokens
-from penstock.engine.scheduling.sampling import checked_sampling
 from penstock.kv.groups import ONE_TABLE, KvGroups, Windows
+
+LOGPROBS_MAX = 100
+PROMPT_LOGPROBS_MAX = 20  # as many rows as a step has tokens have to fit into a frame
+BIAS_MAX = 1000
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 1000),
+    "min_p": (0, 1),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "repetition_penalty": (0.001, 1000),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "logprobs": (0, LOGPROBS_MAX),
+    "prompt_logprobs": (0, PROMPT_LOGPROBS_MAX),
+    "prompt_logprobs_from": (0, (1 << 31) - 1),
+}
+
+
+def checked_sampling(sampling: SamplingParams, *, vocab_size: int, context_length: int) -> SamplingParams:
+    """Check the parameters, and clip those beyond what has an effect.
+
+    `top_k` is clipped to the vocabulary and `min_tokens` to the context; stop ids outside the vocabulary are dropped.
+
+    Raises:
+        RequestError: a value is out of its range.
+    """
+    for name, (low, high) in _RANGES.items():
+        value = getattr(sampling, name)
+        if value is not None and not low <= value <= high:  # NaN is in no range
+            raise _refusal(name, f">= {low} and <= {high}", value)
+    if not 0 < sampling.top_p <= 1:
+        raise _refusal("top_p", "> 0 and <= 1", sampling.top_p)
+    if sampling.top_k is not None and sampling.top_k < 1:
+        raise _refusal("top_k", ">= 1, or none", sampling.top_k)
+    if sampling.min_tokens < 0:
+        raise _refusal("min_tokens", ">= 0", sampling.min_tokens)
+    _check_tokens(sampling, vocab_size)
+    stops = sampling.stop_token_ids
+    if stops and min(stops) < 0:
+        raise _refusal("stop_token_ids", ">= 0", min(stops))
+    top_k = sampling.top_k if sampling.top_k is None else min(sampling.top_k, vocab_size)
+    min_tokens = min(sampling.min_tokens, context_length)
+    if stops and max(stops) >= vocab_size:
+        stops = tuple(token_id for token_id in stops if token_id < vocab_size)
+    if (top_k, min_tokens, stops) == (sampling.top_k, sampling.min_tokens, sampling.stop_token_ids):
+        return sampling
+    return replace(sampling, top_k=top_k, min_tokens=min_tokens, stop_token_ids=stops)
+
+
+def _check_tokens(sampling: SamplingParams, vocab_size: int) -> None:
+    biased = tuple(token_id for token_id, _ in sampling.logit_bias)
+    for token_ids in (sampling.allowed_token_ids, biased, *sampling.bad_words):
+        lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+        if not 0 <= lowest <= highest < vocab_size:
+            raise _refusal(
+                "logit_bias, allowed_token_ids, bad_words: token ids",
+                f">= 0 and < {vocab_size}",
+                lowest if lowest < 0 else highest,
+            )
+    for _, bias in sampling.logit_bias:
+        if not -BIAS_MAX <= bias <= BIAS_MAX:  # NaN is in no range
+            raise _refusal("logit_bias", f">= {-BIAS_MAX} and <= {BIAS_MAX}", bias)
+    if not all(sampling.bad_words):
+        raise _refusal("bad_words", "of one token or more", 0)
+
+
+def position_keys(keys: NDArray[np.uint64], positions: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
+    """Derive (n,) noise keys of output positions from (n,) keys of requests."""
+    return mix64(keys + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter consecutive numbers over all 64 bits.
+
+    Source: SplitMix64's finaliser; Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _refusal(name: str, expected: str, value: float) -> RequestError:
+    return RequestError(f"{name}: must be {expected}, got {value}", param=name)
+
 
 _CHOICE_MAX = (1 << 31) - 1
 
@@ -74,7 +157,7 @@ class SequenceTable:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes, decode rows first.
+    """The slots and tokens that one step computes, decode rows first.
 
     slots:      (rows,) int32 into the SequenceTable, each at most once
     num_new:    (rows,) int32, tokens to compute from `num_computed` on; 1 for every decode row. Their blocks
@@ -106,7 +189,7 @@ class PromptSpan:
 
 
 def prompt_spans(plan: StepPlan, table: SequenceTable) -> list[PromptSpan]:
-    """List them; a decode row has none, as what follows its token is output."""
+    """List the spans of a plan's prompt tokens that requests want logprobs of. A decode row has no span: output follows its token."""
     spans = []
     for row in range(plan.num_decode, len(plan.slots)):
         slot = int(plan.slots[row])
@@ -209,7 +292,7 @@ class Sequence:
         Raises:
             RequestError: the request can never run here, or its fields contradict each other.
         """
-        token_ids = _checked_tokens(request, limits)
+        token_ids = _fitting_tokens(request, limits)
         num_prompt = len(token_ids) - request.num_emitted
         sampling = _checked_params(request, limits)
         return cls(
@@ -228,7 +311,7 @@ class Sequence:
 
     @property
     def known(self) -> int:
-        """Number of its tokens when it last entered the queue."""
+        """Number of the sequence's tokens when the sequence last entered the queue."""
         return len(self.token_ids)
 
     @property
@@ -261,7 +344,12 @@ class Sequence:
         self.block_hashes = np.concatenate((self.block_hashes, more))
 
 
-def _checked_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
+def checked_tokens(request: Request, vocab_size: int) -> TokenArray:
+    """Check a request's tokens and its counts of tokens, as every engine does; give the tokens.
+
+    Raises:
+        RequestError: there is no token, a token is outside of the vocabulary, or `num_emitted` or `max_tokens` contradicts the tokens.
+    """
     count, odd_bytes = divmod(len(request.token_ids), 4)
     if odd_bytes or not count:
         raise RequestError(
@@ -269,19 +357,10 @@ def _checked_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
         )
     token_ids = unpack_tokens(request.token_ids)
     lowest, highest = int(token_ids.min()), int(token_ids.max())
-    if lowest < 0 or highest >= limits.vocab_size:
+    if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise RequestError(
-            f"token id {wrong}: must be >= 0 and < {limits.vocab_size}, the size of the vocabulary",
-            param="prompt",
-        )
-    if count >= limits.context_length:
-        why = f"the context length is {limits.model_context_length} tokens"
-        if limits.kv_tokens < limits.model_context_length:
-            why = f"all {limits.kv_tokens // limits.block_size} KV blocks hold {limits.kv_tokens} tokens"
-        raise RequestError(
-            f"prompt of {count} tokens: must be < {limits.context_length}, as {why}; shorten it",
-            param="prompt",
+            f"token id {wrong}: must be >= 0 and < {vocab_size}, the size of the vocabulary", param="prompt"
         )
     if not 0 <= request.num_emitted < count:
         raise RequestError(f"num_emitted: must be >= 0 and < {count}, all tokens, got {request.num_emitted}")
@@ -289,6 +368,19 @@ def _checked_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
         raise RequestError(
             f"max_tokens: must be > {request.num_emitted}, what was emitted already, got {request.sampling.max_tokens}",
             param="max_tokens",
+        )
+    return token_ids
+
+
+def _fitting_tokens(request: Request, limits: SequenceLimits) -> TokenArray:
+    token_ids = checked_tokens(request, limits.vocab_size)
+    if len(token_ids) >= limits.context_length:
+        why = f"the context length is {limits.model_context_length} tokens"
+        if limits.kv_tokens < limits.model_context_length:
+            why = f"all {limits.kv_tokens // limits.block_size} KV blocks hold {limits.kv_tokens} tokens"
+        raise RequestError(
+            f"prompt of {len(token_ids)} tokens: must be < {limits.context_length}, as {why}; shorten it",
+            param="prompt",
         )
     return token_ids
 

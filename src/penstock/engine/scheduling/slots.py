@@ -17,7 +17,7 @@ Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
 
-class Slots:
+class SequenceSlots:
     """Assigns slots to sequences and keeps their columns. Callers take blocks from the pool and give them back, unless a method says so.
 
     running:       slots in use, oldest arrival first

@@ -4,31 +4,86 @@ The core and its device processes are children of the worker. vLLM is imported w
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
-from penstock.core.errors import EngineError, PenstockError, RequestError, StepFailed, Unavailable
+import msgspec
+
+from penstock.core.errors import (
+    ConfigError,
+    EngineError,
+    PenstockError,
+    RequestError,
+    StepFailed,
+    Unavailable,
+)
 from penstock.core.ids import RequestId
 from penstock.core.log import cause, get_logger
 from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import Step, WorkerLoad
-from penstock.core.types.requests import Delta, ExpandedPrompt, MediaPrompt, Request
-from penstock.engine.launch_host import ThisHost
+from penstock.core.types.requests import Delta, ExpandedPrompt, FinishReason, KvHandle, MediaPrompt, Request
+from penstock.core.wire import NO_TOKENS
+from penstock.engine.child_output import ChildOutput
+from penstock.engine.launch import ThisHost
+from penstock.engine.scheduling.sequences import checked_tokens
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm.engine_launch import engine_launch
-from penstock.engine.vllm.inputs import Inputs
-from penstock.engine.vllm.kv_events import VllmKvEvents
-from penstock.engine.vllm.launch.arguments import tokens_per_block
-from penstock.engine.vllm.launch.child_output import ChildOutput
-from penstock.engine.vllm.launch.launch import end, launch, load_adapters, why_it_died
-from penstock.engine.vllm.media import MediaReader
-from penstock.engine.vllm.request_table import RequestTable
-from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
-from penstock.engine.vllm.sleep import check_sleep, wake_up
+from penstock.engine.vllm.arguments import installed_version, lease_s, tokens_per_block, transfer_config
+from penstock.engine.vllm.events import VllmKvEvents
+from penstock.engine.vllm.launch import end, engine_launch, launch, load_adapters, why_it_died
+from penstock.engine.vllm.requests import (
+    MediaReader,
+    RequestTable,
+    VllmInputs,
+    VllmRequest,
+    delta_of,
+    sampling_arguments,
+)
 from penstock.engine.vllm.tiers.settings import check_tiers
 from penstock.engine.vllm.tiers.wakes import IdleWakes
+
+_DROPS_WEIGHTS = 2
+
+
+def check_sleep(spec: EngineSpec, model_config: Any, level: int) -> None:
+    """Check that vLLM can sleep at a level, and wake again.
+
+    Args:
+        spec: the engine.
+        model_config: vLLM's.
+        level: 1 or 2.
+
+    Raises:
+        RequestError: it cannot (409).
+    """
+    if spec.device.startswith("cpu"):
+        raise _refusal("vLLM does not support sleep mode on CPUs; stop the worker to free its memory")
+    if not model_config.enable_sleep_mode:
+        raise _refusal("it was started without sleep mode; set engine_args enable_sleep_mode: true")
+    if level == _DROPS_WEIGHTS and spec.adapters:
+        raise _refusal("vLLM does not read LoRA adapters again after level 2; use level 1")
+
+
+async def wake_up(core: Any, level: int) -> None:
+    """Have vLLM take its memory again. After level 2 the weights are read from the checkpoint before there is a KV cache.
+
+    Args:
+        core: vLLM's AsyncMPClient.
+        level: at which it sleeps.
+    """
+    if level == _DROPS_WEIGHTS:
+        await core.wake_up_async(["weights"])
+        await core.collective_rpc_async("reload_weights")
+        await core.wake_up_async(["kv_cache"])
+    else:
+        await core.wake_up_async()
+
+
+def _refusal(why: str) -> RequestError:
+    return RequestError(f"engine vllm cannot sleep: {why}", http_status=409)
+
 
 _TIERS_S = 60.0
 """An idle vLLM tells what its tiers keep with its first steps: milliseconds after its start."""
@@ -49,10 +104,10 @@ class VllmEngine:
             check_tiers(spec)
         self._spec = spec
         self._host = ThisHost()
-        self._output = ChildOutput()
+        self._output = ChildOutput("vllm")
         self._core: Any = None
         """vLLM's AsyncMPClient."""
-        self._inputs: Inputs | None = None
+        self._inputs: VllmInputs | None = None
         self._media: MediaReader | None = None
         limit = spec.scheduler.max_waiting_requests + spec.scheduler.max_running_requests
         self._requests = RequestTable(limit, spec.data_parallel)
@@ -74,7 +129,7 @@ class VllmEngine:
         """
         described = await asyncio.to_thread(engine_launch, self._spec, self._host)
         self._core, processor = await asyncio.to_thread(launch, self._spec, self._output, described)
-        self._inputs = Inputs(processor, await load_adapters(self._spec, self._core))
+        self._inputs = VllmInputs(processor, await load_adapters(self._spec, self._core))
         self._media = await asyncio.to_thread(MediaReader, processor)
         self._output.forget()
         config = self._core.vllm_config
@@ -112,7 +167,7 @@ class VllmEngine:
         if self._closed:
             raise Unavailable("the engine is closed; try another worker")
         self._requests.check(request)
-        check_tokens(request, self._core.vllm_config.model_config.get_vocab_size())
+        checked_tokens(request, self._core.vllm_config.model_config.get_vocab_size())
         vllm_id = self._requests.next_id(request)
         rank = self._requests.least_loaded() if request.rank is None else request.rank
         assert self._inputs is not None, "started"
@@ -203,7 +258,7 @@ class VllmEngine:
         """Give the arguments of vLLM's SamplingParams."""
         return sampling_arguments(request, self._spec.eos_token_ids)
 
-    def _delta(self, running: Running, output: Any) -> Delta:
+    def _delta(self, running: VllmRequest, output: Any) -> Delta:
         """Make a delta of vLLM's EngineCoreOutput, before it is counted."""
         return delta_of(running, output)
 
@@ -294,3 +349,110 @@ class VllmEngine:
             error = StepFailed(f"vLLM's engine core was not sent this request: {error!r}")
         self._unsent.append(self._requests.remove(vllm_id).refused(error))
         self._wake.set()
+
+
+_PAYLOAD_VERSION = 1
+_PREFILL = {
+    "do_remote_decode": True, "do_remote_prefill": False,
+    "remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None,
+}  # fmt: skip
+
+
+class _Params(msgspec.Struct):
+    """The fields of vLLM's `kv_transfer_params` that Penstock checks."""
+
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+    remote_block_ids: list[list[int]]
+    remote_num_tokens: int
+    tp_size: int
+
+
+class _Payload(msgspec.Struct, array_like=True):
+    version: int
+    params: dict[str, Any]
+
+
+def pack_params(params: Mapping[str, Any]) -> bytes:
+    """Make a handle's payload of the `kv_transfer_params` with which vLLM ends a prefill."""
+    return msgspec.msgpack.encode(_Payload(_PAYLOAD_VERSION, dict(params)))
+
+
+def unpack_params(payload: bytes) -> dict[str, Any]:
+    """Give the `kv_transfer_params` of a decode request.
+
+    Raises:
+        ValueError: this is no payload of `pack_params`.
+    """
+    unpacked = msgspec.msgpack.decode(payload, type=_Payload)
+    if unpacked.version != _PAYLOAD_VERSION:
+        raise ValueError(f"version {unpacked.version}, expected {_PAYLOAD_VERSION}")
+    msgspec.convert(unpacked.params, _Params)
+    return unpacked.params | {"do_remote_prefill": True, "do_remote_decode": False}
+
+
+class NixlVllmEngine(VllmEngine):
+    """Implements `NativeKvTransfer` besides `Engine`: a prefill's KV is read by the decode worker's vLLM."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Make an engine.
+
+        Raises:
+            ConfigError: NIXL is not installed, or the graph's `kv_transfer_config` does not use it.
+        """
+        if find_spec("nixl") is None:
+            wheels = "--no-deps nixl nixl-cu12" if spec.device.startswith("cpu") else "nixl"
+            raise ConfigError(
+                f"engine vllm: roles prefill and decode transfer KV by NIXL, which is not installed; run `pip install {wheels}`"
+            )
+        super().__init__(spec)
+        self._ttl_s = lease_s(transfer_config(spec))
+        self._has_warned = False
+
+    def kv_transfer_kind(self) -> str:
+        """Name the transfer by vLLM's version, which must be equal, and by the device, since CPUs and GPUs lay out KV differently."""
+        return f"vllm-{installed_version()[1]}-nixl-{_PAYLOAD_VERSION}-{self._spec.device.partition(':')[0]}"
+
+    def check_sleep(self, level: int) -> None:  # noqa: ARG002 - at none
+        raise RequestError(
+            "engine vllm cannot sleep: NIXL has registered its KV memory, for roles prefill and decode; stop the worker to"
+            " free its memory",
+            http_status=409,
+        )
+
+    def _sampling_arguments(self, request: Request) -> dict[str, Any]:
+        params = self._transfer_params(request)
+        extra = {} if params is None else {"extra_args": {"kv_transfer_params": params}}
+        return super()._sampling_arguments(request) | extra
+
+    def _delta(self, running: VllmRequest, output: Any) -> Delta:
+        delta = super()._delta(running, output)
+        request, stats, params = running.request, output.prefill_stats, output.kv_transfer_params
+        if request.kv is not None and stats is not None and not running.has_output:
+            counts = self._requests.counts[running.rank]
+            counts.prefix_hit_tokens -= stats.num_external_cached_tokens
+            counts.kv_failures += stats.num_computed_tokens > 1
+        if request.prefill_only and params and delta.finish_reason is FinishReason.LENGTH:
+            handle = KvHandle.native(pack_params(params), params["remote_num_tokens"], self._ttl_s)
+            return msgspec.structs.replace(delta, token_ids=NO_TOKENS, logprobs=(), kv=handle)
+        return delta
+
+    def _transfer_params(self, request: Request) -> dict[str, Any] | None:
+        if request.prefill_only:
+            return dict(_PREFILL)
+        if request.kv is None:
+            return None
+        try:
+            return unpack_params(request.kv.payload)
+        except (ValueError, msgspec.MsgspecError) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "kv_handle_unreadable",
+                    request_id=request.request_id,
+                    reason=str(error),
+                    then="recomputed",
+                )
+            return None

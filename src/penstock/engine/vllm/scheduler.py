@@ -10,7 +10,7 @@ from vllm.distributed.kv_events import EventBatch, NullEventPublisher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from penstock.engine.vllm.kv_events import KV_EVENTS
+from penstock.engine.vllm.events import KV_EVENTS
 
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -1,7 +1,7 @@
 """The mock engine as a reference: for scheduling, caching and KV events."""
 
 from penstock.engine.kv_tiers import TierMaker
-from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.testing.engines.movable_kv import MovingEngine

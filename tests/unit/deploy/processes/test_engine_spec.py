@@ -6,7 +6,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR
 from penstock.deploy.processes.engine_spec import engine_spec
-from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.paged.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.graph import Graph, RoleSpec

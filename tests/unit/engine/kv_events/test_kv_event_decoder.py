@@ -11,8 +11,8 @@ import pytest
 
 from penstock.core.errors import ProtocolError
 from penstock.core.types.events import Tier
-from penstock.engine.kv_events.decoder import EVENTS_MAX, EventDecoder
-from penstock.engine.kv_events.engine_events import (
+from penstock.engine.kv_events.decoder import EVENTS_MAX, VALUES_MAX, EventDecoder
+from penstock.engine.kv_events.events import (
     EngineCleared,
     EngineEvent,
     EngineRemoved,
@@ -20,7 +20,6 @@ from penstock.engine.kv_events.engine_events import (
     Omission,
     Omissions,
 )
-from penstock.engine.kv_events.fields import VALUES_MAX
 
 SIZE = 4
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]

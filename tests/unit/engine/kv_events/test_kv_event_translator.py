@@ -9,7 +9,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.types.events import BlockRemoved, BlockStored, KvEvent, Tier
 from penstock.core.types.instances import ModelCard, request_salt
 from penstock.core.wire import PackedTokens, hash_list, pack_tokens
-from penstock.engine.kv_events.engine_events import (
+from penstock.engine.kv_events.events import (
     EngineEvent,
     EngineHash,
     EngineRemoved,

@@ -1,5 +1,6 @@
 """TensorRT-LLM's events become those of the other engines."""
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from penstock.core.types.events import Tier
 from penstock.core.wire import pack_tokens
-from penstock.engine.kv_events.engine_events import (
+from penstock.engine.kv_events.events import (
     EngineCleared,
     EngineEvent,
     EngineRemoved,
@@ -17,24 +18,25 @@ from penstock.engine.kv_events.engine_events import (
     Omission,
     Omissions,
 )
-from penstock.engine.kv_events.polled import PolledEvents
+from penstock.engine.kv_events.polled import PolledEvents, PolledKvEvents
+from penstock.engine.kv_events.translator import HexSalts
 
 SIZE = 4
 WINDOW = 4096
 
 
 class Harness:
-    def __init__(self, rank: int | None = None) -> None:
+    def __init__(self) -> None:
         self.omissions: Omissions = Counter()
-        self.events = PolledEvents(SIZE, self.omissions, rank)
+        self.events = PolledEvents(SIZE, self.omissions)
         self.number = 0
 
     def read(self, *data: Any, **fields: Any) -> list[EngineEvent]:
-        events = []
+        out: list[EngineEvent] = []
         for each in data:
-            events.append({"event_id": self.number, "window_size": WINDOW, "data": each} | fields)
+            self.events.read({"event_id": self.number, "window_size": WINDOW, "data": each} | fields, out)
             self.number += 1
-        return self.events.read(events)
+        return out
 
 
 def block(name: int | str, tokens: list[int], **fields: Any) -> dict[str, Any]:
@@ -85,13 +87,48 @@ def test_missing_numbers_clear() -> None:
     assert harness.omissions == {Omission.LOST: 1, Omission.UNKNOWN_BLOCK: 1, Omission.RESTART: 1}
 
 
-def test_only_one_rank_and_the_largest_window_count() -> None:
-    harness = Harness(rank=1)
-    assert harness.read(TWO, attention_dp_rank=0) == []
-    assert len(harness.read(TWO, attention_dp_rank=1)) == 2
-    assert harness.read(TWO, attention_dp_rank=1, window_size=128) == []
+def test_only_the_largest_window_counts() -> None:
+    harness = Harness()
+    assert len(harness.read(TWO)) == 2
+    assert harness.read(TWO, window_size=128) == []
     assert harness.omissions == {Omission.GROUP: 1}
-    assert harness.read(TWO, attention_dp_rank=1, window_size=8192)[0] == EngineCleared()
+    assert harness.read(TWO, window_size=8192)[0] == EngineCleared()
+
+
+async def test_all_ranks_of_a_server_count_as_one_cache_and_a_failed_question_loses_events() -> None:
+    """Each rank numbers its events from 0; a block that two ranks have is stored once, and removed with the last one."""
+    stored_by = [
+        {"event_id": 0, "attention_dp_rank": rank, "window_size": WINDOW, "data": TWO} for rank in (0, 1)
+    ]
+    removed_by = [
+        {"event_id": 1, "attention_dp_rank": rank, "window_size": WINDOW, "data": {"type": "removed", "block_hashes": [2]}}
+        for rank in (0, 1)
+    ]  # fmt: skip
+    late = {"event_id": 3, "attention_dp_rank": 1, "window_size": WINDOW, "data": TWO}
+    answers = [stored_by, removed_by[:1], removed_by[1:], [late]]
+    told_of: list[list[Any]] = []
+    closed: list[bool] = []
+
+    async def ask() -> bytes:
+        if not answers:
+            raise asyncio.CancelledError
+        return json.dumps(answers.pop(0)).encode()
+
+    async def close() -> None:
+        closed.append(True)
+
+    source = PolledKvEvents(
+        ask, block_size=SIZE, salt_of=HexSalts(), publish=lambda events: told_of.append(list(events)), close=close
+    )  # fmt: skip
+    with pytest.raises(asyncio.CancelledError):
+        await source.run()
+    kinds = [[type(event).__name__ for event in events] for events in told_of]
+    assert kinds == [
+        ["BlockStored", "BlockStored"],
+        ["BlockRemoved"],
+        ["AllBlocksCleared", "BlockStored", "BlockStored"],
+    ]
+    assert (source.omissions[Omission.LOST], closed) == (1, [True])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +141,9 @@ def test_only_one_rank_and_the_largest_window_count() -> None:
 def test_malformed_events_clear(event: Any) -> None:
     harness = Harness()
     harness.read(TWO)
-    assert EngineCleared() in harness.events.read([event])
+    out: list[EngineEvent] = []
+    harness.events.read(event, out)
+    assert EngineCleared() in out
     assert harness.omissions[Omission.MALFORMED] == 1
 
 
@@ -131,9 +170,9 @@ def test_events_with_exactly_the_names_of_the_packages_sources_are_understood() 
         made("removed"),
     )
     harness = Harness()
-    events = harness.events.read(
-        [dict(zip(recorded["event"], numbered, strict=True)) for numbered in enumerate(data)]
-    )
+    events: list[EngineEvent] = []
+    for numbered in enumerate(data):
+        harness.events.read(dict(zip(recorded["event"], numbered, strict=True)), events)
     assert events == [
         told(7, None, [0, 1, 2, 3]), EngineStored([7], tier=Tier.HOST), EngineRemoved([7]), EngineRemoved([7], Tier.HOST),
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from penstock.core.wire import hash_list
 from penstock.engine.kv_events.decoder import EventDecoder
-from penstock.engine.kv_events.engine_events import Omissions
+from penstock.engine.kv_events.events import Omissions
 from penstock.engine.kv_events.translator import HexSalts, KvEventTranslator
 from penstock.router.index.radix import RadixTree
 

@@ -8,7 +8,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.events import Tier
 from penstock.core.types.requests import FinishReason
 from penstock.engine.kv_tiers import KvConfig, TierSize, tier_maker
-from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv import host_arena

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.engine.kv_tiers import KvConfig, tier_maker
-from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.graph import Graph
 from penstock.testing.loop import run_async

@@ -6,8 +6,7 @@ from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError, EngineError
 from penstock.core.types.requests import FinishReason, SamplingParams
-from penstock.engine.mock.engine import MockConfig, StepTiming, mock_engine
-from penstock.engine.mock.kv import MockKv
+from penstock.engine.mock import MockConfig, MockKv, StepTiming, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.sequences import SequenceTable, StepPlan

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.core.types.load import ModelLoad
-from penstock.engine.openai.metrics import ServerLoad, deployment_load, read_load
+from penstock.engine.openai.server import ServerLoad, deployment_load, read_load
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

@@ -101,7 +101,7 @@ def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
 @pytest.fixture
 def engine(checkpoint) -> Callable[..., ManualEngine]:
     """Make an engine; settings are of the runner, or of the scheduler."""
-    from penstock.engine.paged.config import PagedConfig
+    from penstock.engine.paged.memory import PagedConfig
     from penstock.engine.paged.runner import PagedRunner
 
     def make(architecture: str = "llama", **settings: Any) -> ManualEngine:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.engine.paged.cores import keep_to_cores
+from penstock.engine.paged.memory import keep_to_cores
 
 CORES = sorted(os.sched_getaffinity(0))
 

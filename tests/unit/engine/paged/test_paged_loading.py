@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.engine.paged.config import PagedConfig
+from penstock.engine.paged.memory import PagedConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from penstock.engine.paged.model import weights  # noqa: E402
+from penstock.engine.paged import models  # noqa: E402
 from penstock.engine.paged.runner import PagedRunner  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -49,8 +49,8 @@ def without_weights(path: Path) -> None:
 
 
 def cut_short(path: Path) -> None:
-    weights = (path / "model.safetensors").read_bytes()
-    (path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    models = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(models[: len(models) // 2])
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_the_library_adds_no_words_of_its_own(checkpoint, tmp_path, field):
     program = (
         "import sys\n"
         "from penstock.core.errors import ConfigError\n"
-        "from penstock.engine.paged.config import PagedConfig\n"
+        "from penstock.engine.paged.memory import PagedConfig\n"
         "from penstock.engine.paged.runner import PagedRunner\n"
         "try:\n"
         "    PagedRunner(PagedConfig(model=sys.argv[1], kv_blocks=8)).start()\n"
@@ -153,7 +153,7 @@ def test_large_weights_show_how_far_they_are_and_small_ones_nothing(checkpoint, 
         return capsys.readouterr().err
 
     assert said() == ""
-    monkeypatch.setattr(weights, "_SHOWN_BYTES_MIN", 1)
+    monkeypatch.setattr(models, "_SHOWN_BYTES_MIN", 1)
     shown = said()
     assert shown.startswith("\rLoading weights:   0%|")
     assert "100%|" in shown

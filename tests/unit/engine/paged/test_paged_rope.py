@@ -6,7 +6,7 @@ import shutil
 import pytest
 from structlog.testing import capture_logs
 
-from penstock.engine.paged.config import PagedConfig
+from penstock.engine.paged.memory import PagedConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noq
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding  # noqa: E402
 from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding  # noqa: E402
 
-from penstock.engine.paged.model.rotary import pin_rotary  # noqa: E402
+from penstock.engine.paged.models import pin_rotary  # noqa: E402
 from penstock.engine.paged.runner import PagedRunner  # noqa: E402
 
 pytestmark = pytest.mark.engine

@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.engine.paged.config import PagedConfig  # noqa: E402
+from penstock.engine.paged import step as step_module  # noqa: E402
+from penstock.engine.paged.memory import PagedConfig  # noqa: E402
 from penstock.engine.paged.runner import PagedRunner  # noqa: E402
-from penstock.engine.paged.step import step as step_module  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

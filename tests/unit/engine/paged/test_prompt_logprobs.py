@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from penstock.core.wire import unpack_tokens  # noqa: E402
-from penstock.engine.paged.step import prompt_logprobs as module  # noqa: E402
+from penstock.engine.paged import runner as module  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

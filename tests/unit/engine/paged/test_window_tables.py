@@ -11,9 +11,9 @@ transformers = pytest.importorskip("transformers")
 from penstock.core.types.instances import Role  # noqa: E402
 from penstock.core.wire import unpack_tokens  # noqa: E402
 from penstock.engine.kv_tiers import KvConfig, tier_maker  # noqa: E402
-from penstock.engine.paged.config import PagedConfig  # noqa: E402
-from penstock.engine.paged.engine import paged_engine  # noqa: E402
-from penstock.engine.paged.model.groups import LayerGroups  # noqa: E402
+from penstock.engine.paged.memory import PagedConfig  # noqa: E402
+from penstock.engine.paged.models import LayerGroups  # noqa: E402
+from penstock.engine.paged.runner import paged_engine  # noqa: E402
 from penstock.kv.groups import Windows  # noqa: E402
 
 pytestmark = pytest.mark.engine

@@ -5,7 +5,7 @@ import pytest
 
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import SamplingParams
-from penstock.engine.scheduling.sampling import LOGPROBS_MAX, checked_sampling
+from penstock.engine.scheduling.sequences import LOGPROBS_MAX, checked_sampling
 
 
 def check(**params):

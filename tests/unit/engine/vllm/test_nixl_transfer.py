@@ -13,17 +13,15 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle, Request, SamplingParams
 from penstock.core.wire import num_tokens, pack_tokens, unpack_tokens
-from penstock.engine.launch_host import SymbolicHost, ThisHost
+from penstock.engine.launch import SymbolicHost, ThisHost
 from penstock.engine.registry import create_engine
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm import nixl_transfer
-from penstock.engine.vllm.engine import VllmEngine
-from penstock.engine.vllm.engine_launch import engine_launch
-from penstock.engine.vllm.launch import arguments
-from penstock.engine.vllm.launch.nixl import LEASE_S, transfer_config, transfer_environment
-from penstock.engine.vllm.nixl_transfer import NixlVllmEngine, pack_params, unpack_params
-from penstock.engine.vllm.requests import Running
+from penstock.engine.vllm import arguments, engine
+from penstock.engine.vllm.arguments import LEASE_S, transfer_config, transfer_environment
+from penstock.engine.vllm.engine import NixlVllmEngine, VllmEngine, pack_params, unpack_params
+from penstock.engine.vllm.launch import engine_launch
+from penstock.engine.vllm.requests import VllmRequest
 from penstock.seams import NativeKvTransfer
 
 PARAMS = {
@@ -42,7 +40,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Pretend that vLLM and NIXL are installed."""
     specs: dict[str, Any] = {"nixl": importlib.machinery.ModuleSpec("nixl", None)}
     monkeypatch.setattr(arguments, "version", lambda _package: "0.32.4")
-    monkeypatch.setattr(nixl_transfer, "find_spec", specs.get)
+    monkeypatch.setattr(engine, "find_spec", specs.get)
     return specs
 
 
@@ -69,7 +67,7 @@ class Engine(NixlVllmEngine):
         return self._sampling_arguments(asked)
 
     def delta_of(self, asked: Request, said: Any) -> Any:
-        return self._delta(Running.of(asked, 0.0), said)
+        return self._delta(VllmRequest.of(asked, 0.0), said)
 
 
 def config_of(of: EngineSpec) -> Any:

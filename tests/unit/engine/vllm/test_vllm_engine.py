@@ -13,7 +13,7 @@ from penstock.core.types.requests import FinishReason, MediaPrompt, Request, Sam
 from penstock.core.wire import pack_tokens
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.engine import VllmEngine
-from penstock.engine.vllm.media import MediaReader
+from penstock.engine.vllm.requests import MediaReader
 from penstock.seams import Sleeping
 
 

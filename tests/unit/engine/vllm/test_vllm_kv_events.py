@@ -11,10 +11,10 @@ from penstock.core.errors import ConfigError
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from penstock.core.wire import pack_hashes
-from penstock.engine.kv_events.engine_events import Omission
+from penstock.engine.kv_events.events import Omission
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm.kv_events import KV_EVENTS, VllmKvEvents, events_arguments
-from penstock.engine.vllm.launch.launch import tell_events
+from penstock.engine.vllm.events import KV_EVENTS, VllmKvEvents, events_arguments
+from penstock.engine.vllm.launch import tell_events
 
 KEY = bytes(range(16))
 BLOCK = 4

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
-from penstock.engine.vllm.load import LoadCounts
-from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
+from penstock.engine.scheduling.sequences import checked_tokens
+from penstock.engine.vllm.requests import LoadCounts, VllmRequest, delta_of, sampling_arguments
 
 
 def request(*, num_emitted: int = 0, choice: int = 0, expected: int = 0, **sampling: Any) -> Request:
@@ -35,10 +35,6 @@ def test_tokens_emitted_elsewhere_shorten_the_answer() -> None:
     assert (moved["max_tokens"], moved["min_tokens"]) == (15, 3)
     assert sampling_arguments(request(num_emitted=9, min_tokens=8))["min_tokens"] == 0
     assert sampling_arguments(request(min_tokens=30))["min_tokens"] == 20, "vLLM refuses more than max_tokens"
-    with pytest.raises(
-        RequestError, match="max_tokens: must be more than the 20 tokens emitted so far, got 20"
-    ):
-        sampling_arguments(request(num_emitted=20))
 
 
 def test_ends_that_vllm_does_not_know_stop_an_answer_too() -> None:
@@ -71,7 +67,7 @@ def test_choices_of_one_seed_differ() -> None:
     ],
 )
 def test_finish_reasons(reason: str | None, expected: FinishReason | None) -> None:
-    delta = delta_of(Running.of(request(), 0.0), output(4, 5, finish_reason=reason))
+    delta = delta_of(VllmRequest.of(request(), 0.0), output(4, 5, finish_reason=reason))
     assert unpack_tokens(delta.token_ids).tolist() == [4, 5]
     assert delta.finish_reason == expected
     assert (delta.error is not None) == (expected is FinishReason.ERROR)
@@ -82,11 +78,12 @@ def test_finish_reasons(reason: str | None, expected: FinishReason | None) -> No
 @pytest.mark.parametrize(
     ("token_ids", "num_emitted", "message"),
     [
-        ([], 0, "token_ids: must be at least one id"),
+        ([], 0, "token_ids: must be int32 ids, at least one"),
         ([1, 512], 0, "token id 512: must be >= 0 and < 512"),
         ([1, -1], 0, "token id -1: must be"),
         ([1, 2], 2, "num_emitted: must be >= 0 and < 2, all tokens, got 2"),
         ([1, 2], -1, "num_emitted: .* got -1"),
+        ([1] * 30, 20, "max_tokens: must be > 20, what was emitted already, got 20"),
     ],
 )
 def test_tokens_that_vllm_would_refuse_otherwise_are_refused_by_field(
@@ -94,13 +91,13 @@ def test_tokens_that_vllm_would_refuse_otherwise_are_refused_by_field(
 ) -> None:
     wrong = msgspec.structs.replace(request(num_emitted=num_emitted), token_ids=pack_tokens(token_ids))
     with pytest.raises(RequestError, match=message):
-        check_tokens(wrong, 512)
-    check_tokens(request(), 512)
+        checked_tokens(wrong, 512)
+    checked_tokens(request(), 512)
 
 
 def test_the_load_counts_what_vllm_has_not_said_yet() -> None:
     counts = LoadCounts(total_blocks=50)
-    first, second = Running.of(request(expected=64), 1.0), Running.of(request(), 3.0)
+    first, second = VllmRequest.of(request(expected=64), 1.0), VllmRequest.of(request(), 3.0)
     counts.begin("first", first)
     counts.begin("second", second)
     waiting = counts.load(now_s=4.0)
@@ -123,12 +120,12 @@ def test_the_load_counts_what_vllm_has_not_said_yet() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "count", "end"])), max_size=60))
 def test_the_load_is_that_of_the_requests_under_way(steps: list[tuple[int, str]]) -> None:
-    counts, under_way = LoadCounts(), dict[str, Running]()
+    counts, under_way = LoadCounts(), dict[str, VllmRequest]()
     for now, (number, what) in enumerate(steps):
         name = f"r{number}"
         running = under_way.get(name)
         if what == "begin" and running is None:
-            under_way[name] = running = Running.of(request(expected=10 * number), float(now))
+            under_way[name] = running = VllmRequest.of(request(expected=10 * number), float(now))
             counts.begin(name, running)
         elif what == "count" and running is not None:
             counts.count(running, output(1, request_id=name))

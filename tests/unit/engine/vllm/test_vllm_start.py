@@ -13,8 +13,7 @@ from penstock.core.types.instances import EngineInfo, KvHolder, Role
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import pack_hashes
 from penstock.engine.kv_tiers import KvConfig
-from penstock.engine.launch import EngineLaunch
-from penstock.engine.launch_host import SymbolicHost
+from penstock.engine.launch import EngineLaunch, SymbolicHost
 from penstock.engine.registry import describe_launch
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm import engine as engine_module

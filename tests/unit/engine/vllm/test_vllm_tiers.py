@@ -13,10 +13,10 @@ from penstock.core.types.instances import KvHolder, ModelCard
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import pack_hashes
 from penstock.engine.kv_tiers import KvConfig
-from penstock.engine.launch_host import SymbolicHost, ThisHost
+from penstock.engine.launch import SymbolicHost, ThisHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.engine import VllmEngine
-from penstock.engine.vllm.engine_launch import engine_launch
+from penstock.engine.vllm.launch import engine_launch
 from penstock.engine.vllm.tiers.prompts import PromptHashes, StepTokens
 from penstock.engine.vllm.tiers.settings import HASH_KEY, TierSettings, with_tiers
 from penstock.engine.vllm.tiers.stats import TierStats, pack_stats

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import KvRetention
-from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.kv.eviction import BlockUse, UseKind
 from penstock.kv.pool import BlockPool

@@ -8,7 +8,7 @@ import structlog
 
 from penstock.core.errors import Unavailable
 from penstock.engine.batched import BatchedEngine
-from penstock.engine.mock.engine import MockConfig, MockRunner
+from penstock.engine.mock import MockConfig, MockRunner
 from penstock.engine.runner import RunnerInfo
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import TIMING, tiny_request, whole_answer

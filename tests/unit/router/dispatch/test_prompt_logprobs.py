@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.types.requests import PromptLogprobs, Request, SamplingParams
 from penstock.core.wire import unpack_tokens
-from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from tests.support.cluster import MemoryCluster

@@ -8,7 +8,7 @@ import pytest
 from penstock.core.errors import PenstockError
 from penstock.core.types.requests import SamplingParams
 from penstock.core.wire import unpack_tokens
-from penstock.engine.mock.engine import MockConfig, StepTiming, mock_engine
+from penstock.engine.mock import MockConfig, StepTiming, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.router.config import RouterConfig
 from penstock.sim.loop.loop import run_virtual

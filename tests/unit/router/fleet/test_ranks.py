@@ -8,8 +8,7 @@ from penstock.core.errors import RequestError
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import EngineInfo, Instance, InstanceState, Prices, Role
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
-from penstock.engine.mock.engine import MockConfig, mock_engine
-from penstock.engine.mock.ranks import MockRanks
+from penstock.engine.mock import MockConfig, MockRanks, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.router.config import RouterConfig

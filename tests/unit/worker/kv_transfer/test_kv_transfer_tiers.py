@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from penstock.core.types.events import Tier
-from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.mock import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.device_blocks import DeviceBlocks

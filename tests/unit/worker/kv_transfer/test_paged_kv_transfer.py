@@ -19,8 +19,8 @@ from tests.support.kv_transfer_scene import ALWAYS
 
 torch = pytest.importorskip("torch")
 
-from penstock.engine.paged.config import PagedConfig  # noqa: E402
-from penstock.engine.paged.engine import paged_engine  # noqa: E402
+from penstock.engine.paged.memory import PagedConfig  # noqa: E402
+from penstock.engine.paged.runner import paged_engine  # noqa: E402
 from tests.support.checkpoints import make_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.engine

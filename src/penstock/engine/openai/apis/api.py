@@ -21,8 +21,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one line of an answer adds: token ids, or text where the server gives no ids.
+class AnswerPiece:
+    """The part of an answer that one line brings: token ids, or text where the server gives no ids.
 
     is_last: nothing follows, not even the count of cached tokens
     """
@@ -35,10 +35,10 @@ class Piece:
     is_last: bool = False
 
 
-class Answer(Protocol):
+class ServerAnswer(Protocol):
     """Reads one streamed answer."""
 
-    def read(self, line: bytes) -> Piece | None:
+    def read(self, line: bytes) -> AnswerPiece | None:
         """Read a line; None for one that adds nothing.
 
         Raises:
@@ -48,7 +48,7 @@ class Answer(Protocol):
         ...
 
 
-class Api(Protocol):
+class ServerApi(Protocol):
     """A server's HTTP API.
 
     path:      where requests are posted
@@ -77,7 +77,7 @@ class Api(Protocol):
         """
         ...
 
-    def answer(self, request: Request) -> Answer: ...
+    def answer(self, request: Request) -> ServerAnswer: ...
 
 
 def sse_data(line: bytes) -> bytes | None:
@@ -108,7 +108,7 @@ def garbage(line: bytes, why: object = "") -> StepFailed:
 
 
 def decode(decoder: msgspec.json.Decoder[T], line: bytes) -> T:
-    """Decode JSON; raises StepFailed where it is none or has other fields."""
+    """Decode JSON; raises StepFailed for other bytes, or for fields of other types."""
     try:
         return decoder.decode(line)
     except UNREADABLE as error:
@@ -159,7 +159,7 @@ def client_salt(request: Request) -> str | None:
 
 
 def tokens_left(request: Request) -> int:
-    """Give the tokens that a request may still get: `max_tokens` counts those that it came with."""
+    """Count the tokens that a request may still get: `max_tokens` less the tokens that another worker has emitted."""
     return request.sampling.max_tokens - request.num_emitted
 
 

@@ -12,7 +12,7 @@ import msgspec
 from penstock.core.errors import EngineError, RequestError
 from penstock.core.types.requests import Request, TokenLogprob
 from penstock.engine.openai.apis.api import (
-    Piece,
+    AnswerPiece,
     ServerError,
     TokenId,
     changed,
@@ -119,21 +119,21 @@ class CompletionsAnswer:
         self._gives_ids = gives_ids
         self._logprobs = request.sampling.logprobs
 
-    def read(self, line: bytes) -> Piece | None:
+    def read(self, line: bytes) -> AnswerPiece | None:
         data = sse_data(line)
         if data is None:
-            return Piece(is_last=True) if is_end(line) else None
+            return AnswerPiece(is_last=True) if is_end(line) else None
         chunk = decode(_chunks, data)
         if chunk.error is not None:
             raise reported(chunk.error)
         cached = chunk.usage.cached_tokens if chunk.usage is not None else None
         if not chunk.choices:
-            return None if cached is None else Piece(cached_tokens=cached)
+            return None if cached is None else AnswerPiece(cached_tokens=cached)
         choice = chunk.choices[0]
         if self._gives_ids and choice.token_ids is None and choice.text:
             raise garbage(data, "text without token_ids")
         token_ids = tuple(choice.token_ids or ())
-        return Piece(
+        return AnswerPiece(
             token_ids=token_ids,
             text="" if self._gives_ids or choice.text is None else choice.text,
             finish_reason=finish_of(choice.finish_reason),

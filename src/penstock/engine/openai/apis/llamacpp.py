@@ -11,7 +11,7 @@ import msgspec
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import FinishReason, Request, TokenLogprob
 from penstock.engine.openai.apis.api import (
-    Piece,
+    AnswerPiece,
     ServerError,
     TokenId,
     decode,
@@ -77,12 +77,12 @@ class LlamaCppAnswer:
     def __init__(self, request: Request) -> None:
         self._count = request.sampling.logprobs
 
-    def read(self, line: bytes) -> Piece | None:
+    def read(self, line: bytes) -> AnswerPiece | None:
         if line.startswith(b"error:"):
             raise stream_error(line[len(b"error:") :].decode("utf-8", "replace").strip())
         data = sse_data(line)
         if data is None:
-            return Piece(is_last=True) if is_end(line) else None
+            return AnswerPiece(is_last=True) if is_end(line) else None
         chunk = decode(_chunks, data)
         if chunk.error is not None:
             raise reported(chunk.error)
@@ -92,7 +92,9 @@ class LlamaCppAnswer:
         if chunk.stop:
             reason = FinishReason.LENGTH if chunk.stop_type == "limit" else FinishReason.STOP
         cached = chunk.timings.cache_n if chunk.timings is not None else None
-        return Piece(tuple(chunk.tokens), "", reason, cached, self._read_logprobs(chunk), is_last=chunk.stop)
+        return AnswerPiece(
+            tuple(chunk.tokens), "", reason, cached, self._read_logprobs(chunk), is_last=chunk.stop
+        )
 
     def _read_logprobs(self, chunk: "_Chunk") -> tuple[TokenLogprob, ...]:
         if self._count is None or len(chunk.completion_probabilities) != len(chunk.tokens):

@@ -11,7 +11,7 @@ import msgspec
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import Request
 from penstock.engine.openai.apis.api import (
-    Piece,
+    AnswerPiece,
     changed,
     decode,
     finish_of,
@@ -71,14 +71,14 @@ class Ollama:
 class OllamaAnswer:
     """Reads Ollama's stream."""
 
-    def read(self, line: bytes) -> Piece | None:
+    def read(self, line: bytes) -> AnswerPiece | None:
         chunk = decode(_chunks, line)
         if chunk.error is not None:
             raise stream_error(chunk.error)
         if chunk.done is None:
             raise garbage(line, "no done")
         reason = finish_of(chunk.done_reason or "stop") if chunk.done else None
-        return Piece(text=chunk.response, finish_reason=reason, is_last=chunk.done)
+        return AnswerPiece(text=chunk.response, finish_reason=reason, is_last=chunk.done)
 
 
 class _Chunk(msgspec.Struct):

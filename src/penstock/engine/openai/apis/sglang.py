@@ -7,7 +7,7 @@ import msgspec
 
 from penstock.core.types.requests import Request, TokenLogprob
 from penstock.engine.openai.apis.api import (
-    Piece,
+    AnswerPiece,
     ServerError,
     TokenId,
     changed,
@@ -61,6 +61,10 @@ class SglangGenerate:
             body |= {"return_logprob": True, "top_logprobs_num": sampling.logprobs, "logprob_start_len": -1}
         if request.adapter is not None:
             body["lora_path"] = request.adapter
+        if request.priority:
+            body["priority"] = request.priority
+        if request.rank is not None:  # older ones know the second name
+            body |= {"routed_dp_rank": request.rank, "data_parallel_rank": request.rank}
         if (salt := client_salt(request)) is not None:
             body |= {
                 "extra_key": salt,
@@ -80,10 +84,10 @@ class SglangAnswer:
         self._seen = 0
         self._adds: bool | None = None  # whether each line has the new ids only; None: not known yet
 
-    def read(self, line: bytes) -> Piece | None:
+    def read(self, line: bytes) -> AnswerPiece | None:
         data = sse_data(line)
         if data is None:
-            return Piece(is_last=True) if is_end(line) else None
+            return AnswerPiece(is_last=True) if is_end(line) else None
         chunk = decode(_chunks, data)
         if chunk.error is not None:
             raise reported(chunk.error)
@@ -92,7 +96,7 @@ class SglangAnswer:
         if reason is not None and reason.type == "abort":
             raise stream_error(reason.message or "aborted", reason.status_code)
         if meta is not None and reason is not None and chunk.output_ids is None:  # no tokens in the last line
-            return Piece(finish_reason=finish_of(reason.type), cached_tokens=meta.cached_tokens)
+            return AnswerPiece(finish_reason=finish_of(reason.type), cached_tokens=meta.cached_tokens)
         if chunk.output_ids is None or meta is None:
             raise garbage(data, "no output_ids or meta_info")
         ids = chunk.output_ids
@@ -103,7 +107,7 @@ class SglangAnswer:
         new = tuple(ids[first:])
         logprobs = self._read_logprobs(meta, new)
         self._seen += len(new)
-        return Piece(
+        return AnswerPiece(
             token_ids=new,
             finish_reason=finish_of(None if reason is None else reason.type),
             cached_tokens=meta.cached_tokens,

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from penstock.core.log import get_logger
 from penstock.engine.kv_tiers.memory import HostMemory, TorchMemory
 from penstock.engine.kv_tiers.staged import staged_tiers
-from penstock.engine.vllm.launch.arguments import tokens_per_block
+from penstock.engine.vllm.arguments import tokens_per_block
 from penstock.engine.vllm.tiers.groups import kv_groups
 from penstock.engine.vllm.tiers.prompts import PromptHashes, StepTokens
 from penstock.engine.vllm.tiers.settings import TierSettings

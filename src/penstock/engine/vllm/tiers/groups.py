@@ -5,7 +5,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from penstock.core.errors import ConfigError
-from penstock.engine.vllm.launch.arguments import tokens_per_block
+from penstock.engine.vllm.arguments import tokens_per_block
 from penstock.kv.groups import GroupKind, KvGroup
 
 _KINDS = {

@@ -11,10 +11,9 @@ import msgspec
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import Tier
 from penstock.engine.kv_tiers import KvConfig, tier_maker
-from penstock.engine.launch_host import LaunchHost
+from penstock.engine.launch import LaunchHost
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm.launch.adapters import lora_paths
-from penstock.engine.vllm.launch.nixl import given_config
+from penstock.engine.vllm.arguments import given_config, lora_paths
 from penstock.engine.weights_digest import weights_digest, weights_stamp
 from penstock.kv.host_arena import HostPart
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.kv_tiers.staged import DeviceProcess
-from penstock.engine.vllm.launch.arguments import tokens_per_block
+from penstock.engine.vllm.arguments import tokens_per_block
 from penstock.engine.vllm.tiers.settings import TierSettings
 from penstock.kv.groups import KvGroup
 

@@ -1,1 +1,0 @@
-"""Another region's prefix summaries: kept by router process, and passed on as KV events of the link."""

@@ -1,1 +1,0 @@
-"""One step on the device: its arrays, its attention, its sampled tokens."""

@@ -1,1 +1,0 @@
-"""Starts vLLM: converts a spec to vLLM's arguments and environment, and starts its processes."""

@@ -1,1 +1,0 @@
-"""Stand-ins for engines' packages: they keep the documented contract of the API, over the mock engine."""
