@@ -15,7 +15,7 @@ from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.engine.openai.connection import NotThere
 from penstock.engine.openai.prefixes.advertised import CHUNKS_MAX, EXPIRES_S, ORIGINS_MAX, AdvertisedPrefixes
 from penstock.engine.openai.prefixes.watch import PrefixWatch
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 
 ROOT = bytes(range(16))
 Answer = bytes | Exception | Callable[[], bytes]
