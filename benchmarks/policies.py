@@ -31,12 +31,12 @@ from benchmarks.runner import (
     expect_at_least,
     find_graph,
 )
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
-from penstock.plan.largest_rate import largest_rate
+from penstock.plan.trial import largest_rate
 from penstock.router.policy.policies import POLICIES, make_policy
 from penstock.router.policy.session_affinity import SessionAffinity
-from penstock.sim.workload.trace import read_trace
+from penstock.sim.trace import read_trace
 
 LOADS = (30, 60, 80, 95, 110)
 """In per cent of saturation."""
@@ -605,7 +605,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="OUT", help="draw mean TTFT by load as SVG")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Run every cell with every policy, and compare.
 
     Raises:
@@ -669,7 +669,7 @@ def _effort(options: argparse.Namespace) -> Effort:
     )
 
 
-def _report(summary: Summary, results: Results, options: argparse.Namespace, effort: Effort) -> Report:
+def _report(summary: Summary, results: Results, options: argparse.Namespace, effort: Effort) -> BenchReport:
     samples: dict[str, Sequence[float]] = {}
     for (cell, policy, _), found in sorted(
         results.runs.items(), key=lambda item: (item[0][0].name, item[0][1], item[0][2])
@@ -677,7 +677,7 @@ def _report(summary: Summary, results: Results, options: argparse.Namespace, eff
         for metric in METRICS:
             samples.setdefault(f"{cell.name} {policy} {metric}", []).append(found[metric])  # type: ignore[attr-defined]
     failed = int(summary.figures["failed_requests"])
-    return Report(
+    return BenchReport(
         name="policies",
         config={
             "trace": None if options.trace is None else options.trace.name,

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.runner import Cache, Figures, Runner, default_jobs, expect_at_least
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core import log, wire
 from penstock.core.errors import PenstockError, StepFailed, Unavailable
 from penstock.core.hashing import root_hash
@@ -39,12 +39,12 @@ from penstock.frontend.limits.regions import PrefixQuery
 from penstock.graph import Overrides, load
 from penstock.router.config import PrefixSummaryConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.sim.deployment import SALT, Deployment, plan_deployment
-from penstock.sim.engine.timing import Pace
-from penstock.sim.loop.loop import run as run_simulated
+from penstock.sim.cluster import ClusterSpec, SimCluster, SimEngine
+from penstock.sim.deployment import SALT, SimDeployment, plan_deployment
+from penstock.sim.engine_timing import HostPace
+from penstock.sim.loop import run as run_simulated
 from penstock.sim.simulate import _rare_collections
-from penstock.sim.workload.prompt import Prompt, named, named_units
-from penstock.sim.world.cluster import ClusterSpec, SimCluster, SimEngine
+from penstock.sim.workload import SimPrompt, named, named_units
 
 _UNIT_TOKENS = 64
 _SWING = 0.8
@@ -82,14 +82,14 @@ class Question:
 
     at_s: float
     region: int
-    prompt: Prompt
+    prompt: SimPrompt
 
 
 def questions(traffic: Traffic, rng: random.Random) -> Iterator[Question]:
     """Give a day's questions in the order of time."""
     run = rng.getrandbits(62)
     weights = list(accumulate((rank + 1) ** -traffic.zipf for rank in range(traffic.documents)))
-    units: dict[tuple[int, int], Prompt] = {}
+    units: dict[tuple[int, int], SimPrompt] = {}
     peak = traffic.rate_per_s * (1 + _SWING) * traffic.regions
     at_s, number = 0.0, 0
     while (at_s := at_s + rng.expovariate(peak)) < traffic.day_s:
@@ -101,9 +101,9 @@ def questions(traffic: Traffic, rng: random.Random) -> Iterator[Question]:
         key = (region + 1 if rng.random() < 0.5 else 0, rank)
         if key not in units:
             names = named_units(named(run, 1, *key), traffic.document_tokens // _UNIT_TOKENS)
-            units[key] = Prompt(0, names, _UNIT_TOKENS)
+            units[key] = SimPrompt(0, names, _UNIT_TOKENS)
         number += 1
-        yield Question(at_s, region, Prompt(named(run, 2, number), units[key].shared, _UNIT_TOKENS))
+        yield Question(at_s, region, SimPrompt(named(run, 2, number), units[key].shared, _UNIT_TOKENS))
 
 
 class Place(Protocol):
@@ -343,10 +343,10 @@ class Region:
     def _spec(self) -> ClusterSpec:
         """Give the cluster's spec, in which the next engine may be a link's."""
         world = self._world
-        spec = world.deployment.cluster_spec(cast("Mapping[RequestId, Prompt]", world.streams))
+        spec = world.deployment.cluster_spec(cast("Mapping[RequestId, SimPrompt]", world.streams))
         usual = spec.workers[Role.AGGREGATED]
 
-        def make_engine(pace: Pace) -> SimEngine:
+        def make_engine(pace: HostPace) -> SimEngine:
             server, self._linking = self._linking, None
             return usual.make_engine(pace) if server is None else world.link_engine(server)
 
@@ -366,7 +366,7 @@ class World:
 
     def __init__(
         self,
-        deployment: Deployment,
+        deployment: SimDeployment,
         traffic: Traffic,
         federation: Federation,
         rng: random.Random,
@@ -377,7 +377,7 @@ class World:
         self.workers = deployment.role_groups[0].spec.replicas
         self.federation = federation
         self.rng = rng
-        self.streams: dict[RequestId, Prompt] = {}
+        self.streams: dict[RequestId, SimPrompt] = {}
         self.outcome = Outcome()
         self.regions = [Region(f"region-{index + 1}", self) for index in range(traffic.regions)]
         self._traffic = traffic
@@ -506,7 +506,7 @@ class World:
         outcome.cached_tokens.append(stream.cached_tokens)
         outcome.elsewhere += home != question.region
 
-    def _request(self, number: int, prompt: Prompt) -> Request:
+    def _request(self, number: int, prompt: SimPrompt) -> Request:
         graph, traffic = self.deployment.graph, self._traffic
         hashes = prompt.block_hashes(graph.block_size, 0, traffic.prompt_tokens // graph.block_size)
         return Request(
@@ -574,7 +574,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Simulate each way to help each other.
 
     Raises:
@@ -590,7 +590,7 @@ def run(options: argparse.Namespace) -> Report:
     with Runner(options.jobs, Cache(options.state)) as runner:
         for day, found in runner.run_many([Day(name, size) for name in FEDERATIONS]):
             figures |= {f"{day.name}_{key}": value for key, value in found.items()}
-    return Report(
+    return BenchReport(
         name="regions",
         config={
             **asdict(size),

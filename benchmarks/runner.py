@@ -22,14 +22,13 @@ import numpy as np
 
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.graph import Overrides, load
-from penstock.plan.processes import Processes
-from penstock.sim.deployment import Deployment, plan_deployment
-from penstock.sim.report.report import latencies_s
+from penstock.plan.trial import Processes
+from penstock.sim.deployment import SimDeployment, plan_deployment
+from penstock.sim.network import NetworkConfig
+from penstock.sim.report import latencies_s
 from penstock.sim.simulate import Recording, simulate
-from penstock.sim.workload.prompt import Prompt, named, named_units
-from penstock.sim.workload.trace import read_trace
-from penstock.sim.workload.workload import Session, Turn, rescaled, trace_sessions
-from penstock.sim.world.network import NetworkConfig
+from penstock.sim.trace import read_trace
+from penstock.sim.workload import SimPrompt, SimSession, Turn, named, named_units, rescaled, trace_sessions
 
 Figures = dict[str, float]
 
@@ -268,7 +267,7 @@ class Workload:
     trace: Path | None = None
     skip: int = 0
 
-    def sessions(self, rate_per_s: float, seed: int = 1) -> Sequence[Session]:
+    def sessions(self, rate_per_s: float, seed: int = 1) -> Sequence[SimSession]:
         """Draw the sessions of one run, in order of time.
 
         Args:
@@ -282,7 +281,7 @@ class Workload:
 
 
 @lru_cache(maxsize=1)
-def _sessions(workload: Workload, rate_per_s: float, seed: int) -> Sequence[Session]:
+def _sessions(workload: Workload, rate_per_s: float, seed: int) -> Sequence[SimSession]:
     """Draw the sessions once for all policies that run them one after the other."""
     if workload.name == SYNTHETIC:
         return list(_synthetic(workload.requests, rate_per_s, seed))
@@ -297,7 +296,7 @@ def _sessions(workload: Workload, rate_per_s: float, seed: int) -> Sequence[Sess
     return list(trace_sessions(rescaled(rows, rate_per_s=rate_per_s), seed=seed))
 
 
-def _synthetic(requests: int, rate_per_s: float, seed: int) -> Iterator[Session]:
+def _synthetic(requests: int, rate_per_s: float, seed: int) -> Iterator[SimSession]:
     rng = random.Random(seed)
     run = rng.getrandbits(62)
     shortest, longest = GROUP_TOKENS
@@ -312,8 +311,8 @@ def _synthetic(requests: int, rate_per_s: float, seed: int) -> Iterator[Session]
         shared = groups[0][:0]
         if rng.random() < GROUPED_SHARE:
             (shared,) = rng.choices(groups, cum_weights=weights)
-        prompt = Prompt(named(run, 2, number), shared, _UNIT_TOKENS)
-        yield Session(at_s, tuple(_turns(len(shared) * _UNIT_TOKENS, min(turns, left), rng)), prompt)
+        prompt = SimPrompt(named(run, 2, number), shared, _UNIT_TOKENS)
+        yield SimSession(at_s, tuple(_turns(len(shared) * _UNIT_TOKENS, min(turns, left), rng)), prompt)
         number, left = number + 1, left - turns
         at_s += rng.expovariate(rate_per_s / turns_mean)
 
@@ -333,7 +332,7 @@ def _length(mean: int, rng: random.Random) -> int:
     return max(1, round(mean * math.exp(rng.gauss(-LENGTH_SIGMA * LENGTH_SIGMA / 2, LENGTH_SIGMA))))
 
 
-def reusable_share(sessions: Sequence[Session], block_size: int) -> float:
+def reusable_share(sessions: Sequence[SimSession], block_size: int) -> float:
     """Give the share of prompt tokens that an unbounded cache would hold, with sessions one after the other."""
     seen: set[int] = set()
     found = total = 0
@@ -350,7 +349,7 @@ def reusable_share(sessions: Sequence[Session], block_size: int) -> float:
     return found / total if total else 0.0
 
 
-def mean_tokens(sessions: Sequence[Session]) -> tuple[float, float]:
+def mean_tokens(sessions: Sequence[SimSession]) -> tuple[float, float]:
     """Give the mean prompt and the mean answer."""
     turns = [turn for session in sessions for turn in session.turns]
     return (
@@ -386,7 +385,7 @@ class GraphFiles:
     profile: Path
     settings: tuple[str, ...] = ()
 
-    def deployment(self, policy: str = "kv", trouble: Trouble | None = None) -> Deployment:
+    def deployment(self, policy: str = "kv", trouble: Trouble | None = None) -> SimDeployment:
         """Plan the deployment. Its router bounds neither open nor queued requests, for runs beyond saturation.
 
         Raises:
@@ -485,7 +484,9 @@ class Description:
         }
 
 
-def _guess_rps(deployment: Deployment, prompt_tokens: float, output_tokens: float, reusable: float) -> float:
+def _guess_rps(
+    deployment: SimDeployment, prompt_tokens: float, output_tokens: float, reusable: float
+) -> float:
     """Guess saturation in requests per second: half of the reusable tokens are cached, and decode batches are full."""
     (role_group,) = deployment.role_groups
     latency = role_group.latency

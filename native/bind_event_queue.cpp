@@ -1,7 +1,7 @@
 // The event queue of a loop on virtual time, as types of CPython's own making: a handle is made and called some twenty times
 // for each simulated request, and wrapped objects of C++ would take as long to make as what they replace.
 //
-// The oracle is the Python reference in src/penstock/sim/loop/event_queue.py: equal calls run alike.
+// The oracle is the Python reference in src/penstock/sim/loop.py: equal calls run alike.
 
 #include <nanobind/nanobind.h>
 

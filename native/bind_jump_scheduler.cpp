@@ -36,7 +36,7 @@ std::vector<Hash> copy_hashes(nb::handle source) {
     return hashes;
 }
 
-// Asks a `penstock.sim.workload.prompt.Stream`.
+// Asks a `penstock.sim.workload.SimStream`.
 class StreamNames : public Names {
   public:
     StreamNames(nb::object stream, Count block_size) : stream_(std::move(stream)), block_size_(block_size) {}

@@ -1,6 +1,6 @@
 // Names of simulated blocks, derived from what a workload says is in them instead of from tokens.
 //
-// The oracle is the Python reference in src/penstock/sim/workload/prompt.py: equal input gives equal output.
+// The oracle is the Python reference in src/penstock/sim/workload.py: equal input gives equal output.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // The running requests of a simulated engine, kept so that many decode steps at once cost no more than one.
 //
-// The oracle is the exact engine, which runs every step: src/penstock/sim/engine/exact.py.
+// The oracle is the exact engine, which runs every step: src/penstock/sim/engine.py.
 
 #pragma once
 

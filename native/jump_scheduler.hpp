@@ -1,6 +1,6 @@
 // The requests of a simulated engine that jumps: many decode steps are one commit.
 //
-// The oracle is the exact engine, which runs every step: src/penstock/sim/engine/exact.py.
+// The oracle is the exact engine, which runs every step: src/penstock/sim/engine.py.
 
 #pragma once
 

@@ -99,7 +99,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     import uvloop
 
-    from penstock.sim.loop.loop import run_virtual
+    from penstock.sim.loop import run_virtual
     from penstock.testing.loop import run_async
 
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}

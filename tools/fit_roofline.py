@@ -1,7 +1,7 @@
 """Fits the roofline's factors to reference tables, and says what it comes to on those left out: `python tools/fit_roofline.py`.
 
 Two fits, each by least p-norm of the log error: all-reduces to those measured on H100, then the rest to three of the six
-latency tables. Prints the factors, which `penstock.perf.roofline.factors` has rounded, and the errors of every table.
+latency tables. Prints the factors, which `penstock.perf.roofline` has rounded, and the errors of every table.
 """
 
 import json
@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.perf.model.catalogue import find_shape
-from penstock.perf.model.hardware import Dtype, find_hardware
-from penstock.perf.model.parallel import Parallel
-from penstock.perf.roofline.collectives import Collectives
-from penstock.perf.roofline.factors import Factors
-from penstock.perf.roofline.roofline import Roofline
+from penstock.perf.hardware import Dtype, find_hardware
+from penstock.perf.model_config import find_shape
+from penstock.perf.model_shape import Parallel
+from penstock.perf.roofline import Collectives, Factors, Roofline
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 FITTED = {("h100_sxm", 1, "bf16"), ("h100_sxm", 4, "bf16"), ("h100_sxm", 2, "fp8")}

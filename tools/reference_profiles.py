@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.perf.profile.profile import DecodePoint, PrefillPoint, Profile
+from penstock.perf.profile import DecodePoint, PrefillPoint, Profile
 
 ROOT = Path(__file__).parents[1]
 TABLES = ROOT / "tests" / "data" / "latency_tables.json"

@@ -21,7 +21,7 @@ from benchmarks.chaos.hosts import Hosts, Supervisor
 from benchmarks.chaos.load import Frontend, Load, Outcome
 from benchmarks.chaos.parts import add_up
 from benchmarks.frontend.servers import cpu_s
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 
 _HOSTS, _FRONTENDS, _WORKERS = 4, 2, 2
 _REQUESTS, _QUICK_REQUESTS = 100_000, 1_000
@@ -56,11 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     return asyncio.run(_run(options))
 
 
-async def _run(options: argparse.Namespace) -> Report:
+async def _run(options: argparse.Namespace) -> BenchReport:
     requests, cpu_requests = options.requests, options.cpu_requests
     if requests is None:
         requests = _QUICK_REQUESTS if options.quick else _REQUESTS
@@ -81,7 +81,7 @@ async def _run(options: argparse.Namespace) -> Report:
             figures = under_faults | figures
     if options.add:
         return add_up(options.add, figures, samples)
-    return Report(
+    return BenchReport(
         name="chaos",
         config={
             "hosts": _HOSTS, "frontends": _FRONTENDS, "workers": _HOSTS * _WORKERS, "requests": requests,

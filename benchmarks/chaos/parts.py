@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
 
 _COUNTS = ("completed", "excused", "lost", "wrong", "repeated", "faults", "s")
@@ -15,7 +15,7 @@ _OWN = ("requests", "seed", "faults")
 """Fields of the configuration in which parts differ."""
 
 
-def add_up(files: Sequence[Path], figures: dict[str, float], samples: dict[str, list[float]]) -> Report:
+def add_up(files: Sequence[Path], figures: dict[str, float], samples: dict[str, list[float]]) -> BenchReport:
     """Add up the reports of parts.
 
     Args:
@@ -48,7 +48,7 @@ def add_up(files: Sequence[Path], figures: dict[str, float], samples: dict[str, 
         "chaos_latency_p50_s": median(part["figures"]["chaos_latency_p50_s"] for part in parts),
         "chaos_latency_max_s": max(part["figures"]["chaos_latency_max_s"] for part in parts),
     }
-    return Report(
+    return BenchReport(
         name="chaos",
         config=_common(first)
         | {

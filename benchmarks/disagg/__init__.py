@@ -22,7 +22,7 @@ from benchmarks.disagg.stage import Stage
 from benchmarks.disagg.table import Row, print_table
 from benchmarks.disagg.workload import ARRIVALS, StreamsAndPrompts
 from benchmarks.runner import expect_at_least
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
 
 _SECONDS, _QUICK_SECONDS = 30.0, 3.0
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="OUT", help="draw both sides into this SVG")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Measure the disaggregated side, which sets the load, and the aggregated one with every chunk size, in turns.
 
     Raises:
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> Report:
             "role_change_s": figures.median(stage.role_changes_s),
         }
     )
-    return Report(
+    return BenchReport(
         name="disagg",
         config=_config(options, workload, chunks),
         figures=found,
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
-def _only_kv_transfer(options: argparse.Namespace, workload: StreamsAndPrompts) -> Report:
+def _only_kv_transfer(options: argparse.Namespace, workload: StreamsAndPrompts) -> BenchReport:
     """Measure KV transfers with and without checksums, in turns of new deployments."""
     turns = _KV_TRANSFER_TURNS if options.turns is None and not options.quick else _turns(options)
     flags = {name: [*disaggregated_flags(0.0), *more] for name, more in _CHECKSUMS.items()}
@@ -180,7 +180,7 @@ def _only_kv_transfer(options: argparse.Namespace, workload: StreamsAndPrompts) 
                 problems += stage.problems
     moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
     memcpy = memcpy_bytes_per_s(moved_bytes)
-    return Report(
+    return BenchReport(
         name="disagg",
         config={
             "disaggregated": flags["summed"],

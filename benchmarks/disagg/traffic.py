@@ -14,8 +14,7 @@ import msgspec
 
 from benchmarks.disagg.workload import Arrival, StreamsAndPrompts
 from benchmarks.processes.served import Served
-from penstock.bench.client import Address, Client
-from penstock.bench.exchange import Exchange
+from penstock.bench.client import Client, MeasuredRequest, ServerAddress
 from penstock.core.errors import Unavailable
 
 _TIMEOUT_S = 120.0
@@ -49,7 +48,7 @@ class Users:
 
     def __init__(self, deployment: Served, workload: StreamsAndPrompts, vocab_size: int) -> None:
         self.traffic = Traffic()
-        self._client = Client(Address.parse(deployment.url, "completions"), timeout_s=_TIMEOUT_S)
+        self._client = Client(ServerAddress.parse(deployment.url, "completions"), timeout_s=_TIMEOUT_S)
         self._model = deployment.model
         self._workload = workload
         self._vocab_size = vocab_size
@@ -133,7 +132,7 @@ class Users:
         return Asked(_worker_id(exchange), due_s, exchange.ttft_s)
 
 
-def _worker_id(exchange: Exchange) -> str:
+def _worker_id(exchange: MeasuredRequest) -> str:
     """Give the request id of the step logs: the answer's id and the choice's index."""
     if not exchange.answer_id:
         raise Unavailable("an answer came without an id; is this a Penstock server?")

@@ -11,14 +11,14 @@ from benchmarks.eviction.plot import draw
 from benchmarks.eviction.replay import Prompts, replay
 from benchmarks.eviction.workloads import WORKLOADS
 from benchmarks.runner import expect_at_least
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
 from penstock.kv.eviction import EvictionPolicy
-from penstock.perf.model.catalogue import find_shape
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.roofline.roofline import Roofline
-from penstock.sim.engine.prices import prefill_price
-from penstock.sim.workload.trace import TraceRow, read_trace
+from penstock.perf.hardware import find_hardware
+from penstock.perf.model_config import find_shape
+from penstock.perf.roofline import Roofline
+from penstock.sim.engine_timing import prefill_price
+from penstock.sim.trace import TraceRow, read_trace
 
 POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 OFFLINE = "offline"
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="OUT", help="draw the shares saved as SVG")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Replay every workload through a pool of each size with each policy, or through a device and a host tier.
 
     Raises:
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> Report:
                 figures[key_of(name, policy, num_blocks)] = round(prompts.saved(found), 3)
     if options.plot is not None:
         options.plot.write_text(draw(figures), encoding="utf-8")
-    return Report(
+    return BenchReport(
         name="eviction",
         config={
             "model": _MODEL,
@@ -104,7 +104,9 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
-def _host_report(options: argparse.Namespace, workloads: Mapping[str, Prompts], model: Roofline) -> Report:
+def _host_report(
+    options: argparse.Namespace, workloads: Mapping[str, Prompts], model: Roofline
+) -> BenchReport:
     try:
         pairs = read_sizes(options.host)
     except ValueError as error:
@@ -120,7 +122,7 @@ def _host_report(options: argparse.Namespace, workloads: Mapping[str, Prompts], 
                 figures[host_key(name, policy, device, host)] = round(saved, 3)
             everything = host_saved(prompts, Sizes(device, _num_distinct(prompts)), "lru", model)
             figures[host_key(name, UNBOUNDED, device, host)] = round(everything, 3)
-    return Report(
+    return BenchReport(
         name="eviction-host",
         config={
             "model": _MODEL,

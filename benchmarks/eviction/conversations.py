@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, TraceRow
+from penstock.sim.trace import PREFIX_BLOCK_TOKENS, TraceRow
 
 _OUTPUT_TOKENS = 200
 

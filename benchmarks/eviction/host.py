@@ -13,10 +13,9 @@ from penstock.core.wire import HashArray
 from penstock.kv.eviction import BlockUse, EvictionPolicy
 from penstock.kv.load_or_compute import worth_loading
 from penstock.kv.pool import BlockPool, commit_runs, split_prefix
-from penstock.perf.roofline.roofline import Roofline
-from penstock.sim.engine.prices import prefill_price
-from penstock.sim.engine.timed_tier import LowerTier
-from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS
+from penstock.perf.roofline import Roofline
+from penstock.sim.engine_timing import LowerTier, prefill_price
+from penstock.sim.trace import PREFIX_BLOCK_TOKENS
 
 _USE = BlockUse()
 

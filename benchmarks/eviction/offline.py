@@ -7,7 +7,7 @@ cost more.
 import heapq
 from collections.abc import Sequence
 
-from penstock.sim.workload.trace import TraceRow
+from penstock.sim.trace import TraceRow
 
 _NEVER = 1 << 60
 

@@ -10,7 +10,7 @@ from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
 from penstock.kv.eviction import BlockUse, EvictionPolicy, PrefillPrice
 from penstock.kv.pool import BlockPool
-from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, TraceRow
+from penstock.sim.trace import PREFIX_BLOCK_TOKENS, TraceRow
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _USE = BlockUse()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 
 from benchmarks.eviction.conversations import Chats, between, lognormal, once, turns, turns_of
-from penstock.sim.workload.trace import TraceRow
+from penstock.sim.trace import TraceRow
 
 _SPAN_S = 3000.0
 _PHASE_S = 600.0

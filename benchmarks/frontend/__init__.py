@@ -23,7 +23,7 @@ from benchmarks.frontend.servers import (
     resident_mb,
 )
 from benchmarks.runner import expect_at_least
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 
 _OUTPUT_TOKENS = 64
 _IDLE_S = 5.0
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Run the cases.
 
     Raises:
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> Report:
         for case in options.cases:
             getattr(bench, case.replace("-", "_"))()
     figures = {name: statistics.median(values) for name, values in samples.items()}
-    return Report(
+    return BenchReport(
         name="frontend",
         config={
             "rounds": options.rounds,

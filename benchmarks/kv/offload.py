@@ -21,7 +21,7 @@ from benchmarks.processes.chats import Answer, Asked, Chats, Conversations, chat
 from benchmarks.processes.engine import SIZES
 from benchmarks.processes.served import served
 from benchmarks.runner import expect_at_least
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 
 _PAGED = ("--demo", "--set", "roles.aggregated.weight_dtype=float32")
 """float32: in bfloat16 a cached prefix changes the rounding, and with it an answer now and then."""
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, metavar="N", help="of all deployments (default 1)")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Hold the same conversations with each deployment.
 
     Raises:
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> Report:
         ):
             figures |= more
             problems += wrong
-    return Report(
+    return BenchReport(
         name="kv-offload",
         config={
             "engine": options.engine, "users": options.users, "turns": options.turns, "kv_blocks": blocks, "host": tier,

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.runner import RECORDED, SYNTHETIC, Workload, add_simulations, expect_at_least, find_graph
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core import log
 from penstock.core.errors import ConfigError
-from penstock.sim.report.report import latencies_s
+from penstock.sim.report import latencies_s
 from penstock.sim.simulate import simulate
 
 DEPLOYMENT = "70b-fp8"
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_simulations(parser)
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Simulate every tier without and with prefetches.
 
     Raises:
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> Report:
             )
             for name, value in figures.items():
                 samples.setdefault(f"{name} {cell.tier} {cell.mode}", []).append(value)
-    return Report(
+    return BenchReport(
         name="kv-prefetch",
         config={
             "deployment": DEPLOYMENT,

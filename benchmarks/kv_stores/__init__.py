@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.kv_stores.lmcache_peer import LmcachePeer
 from benchmarks.kv_stores.ours import Memcpy, OurDisk, OurHost, opening_s
 from benchmarks.transfer.shapes import Fio, Shape
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.descriptors import TransferOp
 from penstock.core.errors import PenstockError
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Store and load by every contender in turns, for each size of block."""
     if options.quick:
         options.rounds = 2
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
-async def _run(options: argparse.Namespace) -> Report:
+async def _run(options: argparse.Namespace) -> BenchReport:
     total_bytes = _QUICK_BYTES if options.quick else _TOTAL_BYTES
     samples: dict[str, list[float]] = defaultdict(list)
     skipped: dict[str, str] = {}
@@ -100,7 +100,7 @@ async def _run(options: argparse.Namespace) -> Report:
         for name, each in samples.items()
     }
     ratios, problems = judge(figures)
-    return Report(
+    return BenchReport(
         name="kv-stores",
         config={
             "total_bytes": total_bytes, "rounds": options.rounds, "quick": options.quick, "skipped": skipped,

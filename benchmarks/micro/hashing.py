@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core import hashing
 from penstock.core.errors import ConfigError
 from penstock.core.native import native
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the token ids and the key (default 0)")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Time the public function, its Python reference, and their bounds."""
     num_tokens, block_size = options.tokens, options.block_size
     if block_size < 1 or num_tokens < block_size:
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> Report:
         "copy_s": _time(lambda: np.copyto(copy, tokens), samples, calls),
     }
     median_s = {name: statistics.median(values) for name, values in seconds.items()}
-    return Report(
+    return BenchReport(
         name="hashing",
         config={
             "tokens": num_tokens,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.runner import expect_at_least
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.ids import BlockId
 from penstock.core.native import native
 from penstock.core.wire import HashArray
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the blocks' names (default 0)")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Take the CPU time of a full pool, in which each allocation evicts blocks, and of the Python reference."""
     expect_at_least(options, blocks=2)
     rounds, requests = (2, 40) if options.quick else (20, 100)
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> Report:
             figures[f"pool_reference_request_us_{blocks}_blocks"]
             / figures[f"pool_request_us_{blocks}_blocks"]
         )
-    return Report(
+    return BenchReport(
         name="pool",
         config={
             "blocks": options.blocks,

@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.frontend.load import Prompts
 from benchmarks.frontend.servers import make_model
 from benchmarks.runner import expect_at_least
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.framing import FrameReader
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import RequestId, WorkerId
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="the least counts (default 20)")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Send chats of 150 words with answers of 64 tokens, streamed and whole, over 16 connections.
 
     The least of the rounds counts: what else runs on the machine only adds to it.
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
         model = make_model(Path(directory) / "model")
         samples = uvloop.run(_measure(model, options.requests, options.rounds))
-    return Report(
+    return BenchReport(
         name="request",
         config={
             "requests": options.requests,

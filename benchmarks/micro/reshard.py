@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
 from penstock.transfer import KvLayout, reshard
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=512, help="blocks to list (default 512)")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Time planning for all ranks, and listing for one pair of ranks, in CPU time.
 
     Raises:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> Report:
         figures[f"ranges_per_block_{name}"] = len(move.lengths)
         figures[f"bytes_per_range_{name}"] = move.block_bytes / len(move.lengths)
     config = {"blocks": options.blocks, "quick": options.quick}
-    return Report(name="reshard", config=config, samples=seconds, figures=figures)
+    return BenchReport(name="reshard", config=config, samples=seconds, figures=figures)
 
 
 def _list(

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.micro import index_case
 from benchmarks.micro.index_steps import longest_steps_s
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import block_hashes
 from penstock.core.native import native
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Run each number of workers in its own process, and then the peer."""
     if options.pairs < index_case.SEQUENCE_BLOCKS or min(options.workers) < 1:
         raise ConfigError(
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> Report:
         figures[f"longest_step_{name}_ms"] = seconds * 1e3
     samples["match_many_two_threads"] = _two_threads(repeats, pairs, options.seed)
     figures["match_many_two_threads"] = statistics.median(samples["match_many_two_threads"])
-    return Report(
+    return BenchReport(
         name="router",
         config={
             "pairs": pairs,

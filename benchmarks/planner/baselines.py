@@ -12,10 +12,9 @@ import numpy as np
 from benchmarks.planner.workload import Workload
 from benchmarks.planner.world.cluster import Cluster
 from penstock.core.types.instances import Role
-from penstock.planner.act.actor import Actor
-from penstock.planner.decide.capacity import Capacity
-from penstock.planner.estimate.expected_demand import ExpectedDemand
-from penstock.planner.estimate.slo import Slo
+from penstock.planner.actor import Actor
+from penstock.planner.capacity import Capacity
+from penstock.planner.demand import ExpectedDemand, SloTargets
 from penstock.runtime.observations import Digest, bucket_of
 
 _ORACLE_BIN_S = 30.0
@@ -78,7 +77,7 @@ class Interpolation:
     """The last interval's rate over what one worker of a role serves within the SLO, times a factor."""
 
     capacities: tuple[Capacity, ...]
-    slo: Slo
+    slo: SloTargets
     factor: float = 1.0
     period_s: float = 60.0
 
@@ -124,7 +123,7 @@ class Oracle:
             await asyncio.sleep(_ORACLE_BIN_S / 2)
 
 
-def needed(load: Workload, capacity: Capacity, slo: Slo, most: int, factor: float = 1.0) -> np.ndarray:
+def needed(load: Workload, capacity: Capacity, slo: SloTargets, most: int, factor: float = 1.0) -> np.ndarray:
     """Give the workers that each bin of 30 s needs by its own rate and lengths, times a factor of the rate."""
     bins = max(1, math.ceil(load.span_s / _ORACLE_BIN_S))
     edges = np.searchsorted(load.at_s, np.arange(bins + 1) * _ORACLE_BIN_S)

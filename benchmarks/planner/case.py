@@ -12,7 +12,7 @@ from benchmarks.planner.workload import Workload, alternating, diurnal, from_tra
 from benchmarks.planner.world.fleets import SLOS, Model, find_model
 from benchmarks.runner import Figures, fingerprint
 from penstock.core.types.instances import Role
-from penstock.planner.estimate.slo import Slo
+from penstock.planner.demand import SloTargets
 
 AGGREGATED = (Role.AGGREGATED,)
 DISAGGREGATED = (Role.PREFILL, Role.DECODE)
@@ -46,12 +46,12 @@ class Case:
     trace: Path | None = None
     span_s: float = 86_400.0
     seed: int = 1
-    slo: Slo | None = None
+    slo: SloTargets | None = None
     roles: tuple[Role, ...] = AGGREGATED
     planners: tuple[str, ...] = ("planner",)
 
     @property
-    def targets(self) -> Slo:
+    def targets(self) -> SloTargets:
         """The targets of TTFT and ITL."""
         return self.slo or SLOS[self.model]
 

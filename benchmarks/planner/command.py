@@ -13,9 +13,9 @@ from benchmarks.planner.comparison import BASELINES, HELD, Found, compare
 from benchmarks.planner.planned import ROLES, WITHOUT_FLIPS
 from benchmarks.planner.world.fleets import SLOS
 from benchmarks.runner import Cache, Runner, default_jobs
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
-from penstock.planner.estimate.slo import Slo
+from penstock.planner.demand import SloTargets
 
 _HOUR_S = 3600.0
 _ROLES = ("planner-disaggregated", WITHOUT_FLIPS, "planner-switching", "planner")
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Run every case with every strategy.
 
     Raises:
@@ -128,7 +128,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     if options.trace is not None:
         model = options.model
         slo = SLOS[model]
-        slo = Slo(ttft_s=options.slo_ttft or slo.ttft_s, itl_s=options.slo_itl or slo.itl_s)
+        slo = SloTargets(ttft_s=options.slo_ttft or slo.ttft_s, itl_s=options.slo_itl or slo.itl_s)
         cases = [
             Case(
                 f"trace_{model}_start{start_s}",
@@ -169,7 +169,7 @@ def _print(found: Found) -> None:
     Console().print(table)
 
 
-def _report(found: list[Found], options: argparse.Namespace) -> Report:
+def _report(found: list[Found], options: argparse.Namespace) -> BenchReport:
     figures: dict[str, float] = {}
     samples: dict[str, list[float]] = {}
     failed = 0.0
@@ -181,7 +181,7 @@ def _report(found: list[Found], options: argparse.Namespace) -> Report:
                 place = " ".join([each.case.name, name, *(f"{value:g}" for value in setting)])
                 samples[place] = [own["attainment"], own["gpu_hours"], own["changes_per_hour"]]
                 failed += own["failed"] if name in ROLES else 0
-    return Report(
+    return BenchReport(
         name="planner",
         config={
             "trace": None if options.trace is None else options.trace.name,

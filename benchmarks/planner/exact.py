@@ -9,10 +9,10 @@ from benchmarks.planner.experiment import play
 from benchmarks.planner.workload import Workload
 from benchmarks.planner.world.fleets import Model
 from penstock.core.types.instances import Role
-from penstock.sim.report.report import latencies_s
+from penstock.sim.report import latencies_s
 from penstock.sim.simulate import simulate
-from penstock.sim.workload.trace import TraceRow
-from penstock.sim.workload.workload import trace_sessions
+from penstock.sim.trace import TraceRow
+from penstock.sim.workload import trace_sessions
 
 
 def against_exact(load: Workload, model: Model, replicas: Mapping[Role, int]) -> dict[str, float]:

@@ -13,8 +13,8 @@ from benchmarks.planner.timeline import timeline
 from benchmarks.planner.workload import Workload
 from benchmarks.planner.world.cluster import Cluster, Fleet
 from penstock.core.types.instances import Role
-from penstock.planner.estimate.slo import Slo
-from penstock.sim.loop.loop import run_virtual
+from penstock.planner.demand import SloTargets
+from penstock.sim.loop import run_virtual
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def play(
     strategy: Strategy,
     workload: Workload,
     fleet: Fleet,
-    slo: Slo,
+    slo: SloTargets,
     *,
     replicas: Mapping[Role, int],
     start_s: float,

@@ -6,9 +6,9 @@ from benchmarks.planner.world.cluster import Cluster
 from benchmarks.planner.world.fleets import Model
 from penstock.core.types.instances import Role
 from penstock.planner.config import PlannerConfig
-from penstock.planner.estimate.slo import Slo
-from penstock.planner.explain.record import DecisionRecord
+from penstock.planner.demand import SloTargets
 from penstock.planner.planner import Planner
+from penstock.planner.record import DecisionRecord
 
 WITHOUT_FLIPS = "planner-without-flips"
 ROLES = {
@@ -39,7 +39,7 @@ class Planned:
             cluster.connector,
             cluster.observe,
             config=PlannerConfig(max_workers=self.workers_max),
-            slo=Slo(ttft_s=slo.ttft_s, itl_s=slo.itl_s, percentile=self.percentile or slo.percentile),
+            slo=SloTargets(ttft_s=slo.ttft_s, itl_s=slo.itl_s, percentile=self.percentile or slo.percentile),
             capacities=[self.model.capacity(role) for role in self.roles],
             on_record=self._keep,
         )

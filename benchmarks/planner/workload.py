@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.core.errors import ConfigError
-from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, read_trace
+from penstock.sim.trace import PREFIX_BLOCK_TOKENS, read_trace
 
 _SMEAR_S = 5.0
 """Copies of a trace's row arrive within so many seconds of it: the swings of more seconds stay, those of single clients go."""

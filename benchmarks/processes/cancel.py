@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.processes.served import Served, served
-from penstock.bench.prompts import text
-from penstock.bench.report import Report
+from penstock.bench.load import text
+from penstock.bench.report import BenchReport
 from penstock.core.errors import Unavailable
 from penstock.deploy.state import load_admin_token
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of prompts and moments (default 0)")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     count = options.disconnects or (_QUICK_DISCONNECTS if options.quick else _DISCONNECTS)
     rng = random.Random(options.seed)
     samples: dict[str, list[float]] = {"prefill_s": [], "decode_s": [], "ask_s": []}
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> Report:
             samples["prefill_s" if in_prefill else "decode_s"].append(freed_s)
             samples["ask_s"].append(admin.last_s)
     everything = samples["prefill_s"] + samples["decode_s"]
-    return Report(
+    return BenchReport(
         name="cancel",
         config={"disconnects": count, "seed": options.seed, "engine": "paged", "model": "demo"},
         figures=dict(

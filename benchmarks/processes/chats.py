@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.processes.served import Served
-from penstock.bench.prompts import text
+from penstock.bench.load import text
 from penstock.core.errors import Unavailable
 
 _TIMEOUT_S = 300.0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.processes.served import put_load, served
 from benchmarks.runner import expect_at_least
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
 from penstock.core.native import native
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-http", action="store_true", help="leave the run over HTTP out")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Measure all in turns.
 
     Raises:
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> Report:
         problems.append(f"{speedup:.1f} times a plain generate loop, expected {_SPEEDUP_WANTED:g}")
     if ratio > _IDLE_RATIO_MAX:
         problems.append(f"decode steps take {ratio:.2f} times as long with idle blocks, expected the same")
-    return Report(
+    return BenchReport(
         name="engine",
         config={
             "model": SIZES | {"architecture": "llama", "dtype": "float32"},
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
-def _over_http(model_dir: Path, options: argparse.Namespace) -> Report:
+def _over_http(model_dir: Path, options: argparse.Namespace) -> BenchReport:
     """Ask one worker and one frontend for the same load at concurrency 32."""
     requests = _HTTP_CONCURRENCY * (1 if options.quick else 8)
     with served(str(model_dir), "--engine", "paged") as deployment:

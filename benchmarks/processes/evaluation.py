@@ -18,7 +18,7 @@ import msgspec
 from benchmarks.processes.asking import Answer, Asker
 from benchmarks.processes.served import Served, served
 from benchmarks.runner import expect_at_least
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.engine.registry import engine_kind
 
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Ask all questions on each deployment.
 
     Raises:
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> Report:
             outcomes[name] = _ask(deployment, questions, options.output_tokens, known)
         _say(f"{name}: {len(questions)} questions in {perf_counter() - begun_s:.0f} s, its start included")
     figures, problems = judge(questions, outcomes)
-    return Report(
+    return BenchReport(
         name="eval",
         config={
             "engine": options.engine,

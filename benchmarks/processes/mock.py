@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from benchmarks.processes.served import Served, put_load, served
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 
 _REQUESTS, _QUICK_REQUESTS = 10_000, 500
 _BURST, _QUICK_BURST = 500, 50
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-tokens", type=int, default=64, metavar="O", help="(default 64)")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     requests = options.requests or (_QUICK_REQUESTS if options.quick else _REQUESTS)
     load = {
         "requests": requests,
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> Report:
     with _canned(options.output_tokens) as canned:
         limit = put_load(canned, load)
     figures = {f"mock_{name}": value for name, value in report.figures.items()}
-    return Report(
+    return BenchReport(
         name="mock",
         config={
             "workers": options.workers,

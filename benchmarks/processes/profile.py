@@ -6,11 +6,11 @@ import statistics
 import time
 from dataclasses import replace
 
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
-from penstock.perf.profile.evaluation import Latency
-from penstock.profiling.plan import QUICK, SweepConfig
+from penstock.perf.profile import Latency
 from penstock.profiling.profiler import ProfileRequest, make_profile
+from penstock.profiling.sweep import QUICK, SweepConfig
 
 _ERROR_WANTED = 0.15
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of prompts and held-out points (default 0)")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Profile, and compare with the held-out points.
 
     Raises:
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> Report:
         for latency in Latency
         if (error := figures[f"profile_{latency}_median_error"]) >= _ERROR_WANTED
     ]
-    return Report(
+    return BenchReport(
         name="profile",
         config={
             "engine": profile.engine,

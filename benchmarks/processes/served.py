@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.bench import serve
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import Unavailable
 
 _START_TIMEOUT_S = 600.0  # several vLLMs on two cores take minutes
@@ -65,7 +65,7 @@ def served(*flags: str, spare_processes: int = 0) -> Iterator[Served]:
         raise Unavailable(f"`penstock serve {' '.join(flags)}` ended with exit code {process.returncode}")
 
 
-def put_load(server: Served, flags: Mapping[str, object]) -> Report:
+def put_load(server: Served, flags: Mapping[str, object]) -> BenchReport:
     """Run `penstock bench serve` against a server, with flags by name."""
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.processes.asking import Asker
 from benchmarks.processes.served import served
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 
 _STARTS, _QUICK_STARTS = 7, 1
 _DEPLOYMENTS = {
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--starts", type=int, metavar="N", help=f"of each deployment (default {_STARTS})")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     count = options.starts or (_QUICK_STARTS if options.quick else _STARTS)
     samples: dict[str, list[float]] = {"import_torch_s": []}
     for flags in _DEPLOYMENTS.values():  # bytecode and page cache
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> Report:
             for figure, seconds in _start(flags).items():
                 samples.setdefault(f"{name}_{figure}", []).append(seconds)
     medians = {name: float(np.median(values)) for name, values in samples.items()}
-    return Report(
+    return BenchReport(
         name="start",
         config={
             "starts": count,

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.scale.cluster import Size, simulate
 from benchmarks.scale.routers import PER_WORKER_S, RAMP_S, WINDOW_S
 from benchmarks.scale.traffic import Recording
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core import log
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.events import AllBlocksCleared, BlockStored, Holder
@@ -305,7 +305,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Record what reaches one of several routers, and feed it to one alone."""
     log.configure("error", process="bench")
     size = _QUICK if options.quick else _RECORDED
@@ -319,7 +319,7 @@ def run(options: argparse.Namespace) -> Report:
             f"{name}_w{alone.workers}": value for name, value in asdict(alone).items() if name != "workers"
         }
         figures[f"decision_cores_w{alone.workers}"] = cores
-    return Report(
+    return BenchReport(
         name="scale-router",
         config={**asdict(size), "numbers": list(numbers), "quick": options.quick},
         figures=figures | breaking(found, size),

@@ -21,12 +21,11 @@ from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.workers.member import Member
 from penstock.runtime.requests.outbox import CODEC, Event
-from penstock.sim.deployment import SALT, Deployment, plan_deployment
-from penstock.sim.loop.loop import run
+from penstock.sim.cluster import ClusterSpec, SimCluster
+from penstock.sim.deployment import SALT, SimDeployment, plan_deployment
+from penstock.sim.loop import run
 from penstock.sim.simulate import _rare_collections
-from penstock.sim.workload.prompt import Prompt
-from penstock.sim.workload.workload import Session, WorkloadConfig, make_sessions
-from penstock.sim.world.cluster import ClusterSpec, SimCluster
+from penstock.sim.workload import SimPrompt, SimSession, WorkloadConfig, make_sessions
 
 TOGETHER_S = 0.001
 """Decisions within this time do not know of each other: a message each way, and the worker's turn."""
@@ -164,7 +163,7 @@ class Outcome:
     restart: Restart | None = None
 
 
-def plan(size: Size) -> Deployment:
+def plan(size: Size) -> SimDeployment:
     """Plan the deployment of a run."""
     settings = [
         f"roles.aggregated.replicas={size.workers}",
@@ -205,11 +204,11 @@ class _MeteredCluster(SimCluster):
 
 
 class _Scale:
-    def __init__(self, size: Size, deployment: Deployment, rng: random.Random) -> None:
+    def __init__(self, size: Size, deployment: SimDeployment, rng: random.Random) -> None:
         self._size = size
         self._deployment = deployment
         self._rng = rng
-        self._streams: dict[RequestId, Prompt] = {}
+        self._streams: dict[RequestId, SimPrompt] = {}
         self._measures = False
         self._failed = 0
         self._text = memoryview(bytes(4 * (PROMPT_TOKENS + SHARED_TOKENS)))
@@ -261,7 +260,7 @@ class _Scale:
                 await asyncio.sleep(wait_s)
             group.create_task(self._stream(cluster, number, session), name="stream")
 
-    async def _stream(self, cluster: _MeteredCluster, number: int, session: Session) -> None:
+    async def _stream(self, cluster: _MeteredCluster, number: int, session: SimSession) -> None:
         loop = asyncio.get_running_loop()
         request = self._make(RequestId(f"r{number}"), session)
         router = number % len(cluster.dispatchers)
@@ -279,7 +278,7 @@ class _Scale:
         finally:
             del self._streams[request.request_id]
 
-    def _make(self, request_id: RequestId, session: Session) -> Request:
+    def _make(self, request_id: RequestId, session: SimSession) -> Request:
         block_size = self._deployment.graph.block_size
         tokens = session.turns[0].input_tokens
         hashes = session.prompt.block_hashes(block_size, 0, tokens // block_size)

@@ -17,7 +17,7 @@ from benchmarks.scale.cluster import (
     Size,
     simulate,
 )
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core import log
 
 PER_WORKER_S, RAMP_S, WINDOW_S = 6.5, 17.0, 1.0
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routers", type=int, default=8, metavar="N", help="default %(default)s")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Simulate several routers under load, and restart one.
 
     Raises:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> Report:
     size = Size(options.workers, options.routers, PER_WORKER_S, RAMP_S, WINDOW_S)
     size = _QUICK if options.quick else size
     outcome = simulate(size, seed=_SEED, with_restart=True)
-    return Report(
+    return BenchReport(
         name="scale",
         config={
             **asdict(size),

@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.runner import add_simulations, expect_at_least, find_graph
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core import log
-from penstock.sim.report.report import latencies_s
+from penstock.sim.report import latencies_s
 from penstock.sim.simulate import simulate
-from penstock.sim.workload.prompt import Prompt, named, named_units
-from penstock.sim.workload.workload import Session, Turn
+from penstock.sim.workload import SimPrompt, SimSession, Turn, named, named_units
 
 _DEVICES_8 = ("roles.aggregated.replicas=4",)
 _HOST = ("roles.aggregated.kv.host=4x",)
@@ -72,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_simulations(parser)
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Simulate every case at every rate.
 
     Raises:
@@ -97,7 +96,7 @@ def run(options: argparse.Namespace) -> Report:
     return _report(found, agents=agents, seeds=seeds, rates=rates, quick=options.quick)
 
 
-def sessions_of(*, agents: int, rate_per_s: float, opens: bool, seed: int) -> list[Session]:
+def sessions_of(*, agents: int, rate_per_s: float, opens: bool, seed: int) -> list[SimSession]:
     """Make the agents and the chats beside them, sorted by time; the same for one seed, whether or not sessions are opened."""
     rng = random.Random(seed)
     made = list(_agents(agents, rate_per_s, rng, opens=opens))
@@ -107,11 +106,11 @@ def sessions_of(*, agents: int, rate_per_s: float, opens: bool, seed: int) -> li
     while (at_s := at_s + rng.expovariate(_CHATS_PER_AGENT * rate_per_s)) < end_s:
         number += 1
         turn = Turn(_length(_CHAT_TOKENS, rng), _length(_CHAT_ANSWER_TOKENS, rng))
-        made.append(Session(at_s, (turn,), Prompt(named(seed, 2, number)), tenant="chats"))
+        made.append(SimSession(at_s, (turn,), SimPrompt(named(seed, 2, number)), tenant="chats"))
     return sorted(made, key=lambda session: session.at_s)
 
 
-def _agents(agents: int, rate_per_s: float, rng: random.Random, *, opens: bool) -> Iterator[Session]:
+def _agents(agents: int, rate_per_s: float, rng: random.Random, *, opens: bool) -> Iterator[SimSession]:
     system = named_units(named(7), _SYSTEM_TOKENS // _UNIT_TOKENS)
     at_s = 0.0
     for number in range(agents):
@@ -122,8 +121,8 @@ def _agents(agents: int, rate_per_s: float, rng: random.Random, *, opens: bool) 
             answer = _length(_ANSWER_TOKENS, rng)
             turns.append(Turn(so_far, answer, rng.uniform(*_PAUSE_S) if index else 0.0))
             so_far += answer + _length(_TOOL_TOKENS, rng)
-        prompt = Prompt(named(rng.getrandbits(32), 1, number), system, _UNIT_TOKENS)
-        yield Session(at_s, tuple(turns), prompt, tenant="agents", opens=opens)
+        prompt = SimPrompt(named(rng.getrandbits(32), 1, number), system, _UNIT_TOKENS)
+        yield SimSession(at_s, tuple(turns), prompt, tenant="agents", opens=opens)
 
 
 def _length(mean: int, rng: random.Random) -> int:
@@ -179,7 +178,7 @@ def _report(
     seeds: int,
     rates: tuple[float, ...],
     quick: bool,
-) -> Report:
+) -> BenchReport:
     figures: dict[str, float] = {}
     samples = {
         f"{case} {rate:g}/s {metric}": [each[metric] for each in runs]
@@ -193,7 +192,7 @@ def _report(
         figures[f"{case} largest_rate_per_s"] = rate
         if rate:
             figures[f"{case} gpu_hours_per_1000_agents"] = _DEVICES * 1000 / rate / 3600
-    return Report(
+    return BenchReport(
         name="kv-agents",
         config={
             "deployment": DEPLOYMENT,

@@ -5,17 +5,16 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core import log
 from penstock.core.errors import ConfigError
 from penstock.graph import Slo
-from penstock.perf.model.hardware import Hardware, find_hardware
-from penstock.perf.search.demand import Demand
-from penstock.plan.answer import Answer, find_answer
-from penstock.plan.processes import Processes
+from penstock.perf.hardware import Hardware, find_hardware
+from penstock.perf.pool import Demand
+from penstock.plan.answer import PlanAnswer, find_answer
 from penstock.plan.question import Question
 from penstock.plan.report import name_layout
-from penstock.plan.trial import Effort, Proposal
+from penstock.plan.trial import Effort, Processes, Proposal
 
 _INPUT_TOKENS, _OUTPUT_TOKENS, _QUICK_OUTPUT_TOKENS = 2048, 512, 32
 _SLOS = {"fast": Slo(ttft_s=2.0, itl_s=0.02), "interactive": Slo(ttft_s=2.0, itl_s=0.05)}
@@ -88,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Simulate each system at each target.
 
     Raises:
@@ -110,7 +109,7 @@ def run(options: argparse.Namespace) -> Report:
         for system in SIMULATED:
             if system.name in names:
                 bench.simulate(system)
-    return Report(
+    return BenchReport(
         name="deployments",
         config={
             "input_tokens": _INPUT_TOKENS,
@@ -144,7 +143,7 @@ class _Bench:
             try:
                 answer = find_answer(question, self.processes, effort=self.effort, kept=list(kept.values()))
             except ConfigError:  # no layout keeps the targets
-                answer = Answer(question, ())
+                answer = PlanAnswer(question, ())
             for kind in ("aggregated", "disaggregated"):
                 best = answer.best_of(disaggregated=kind == "disaggregated")
                 if best is not None:

@@ -3,26 +3,18 @@
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-import numpy as np
-
-from penstock.bench.report import Report
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.model.parallel import Parallel
-from penstock.perf.roofline.factors import Factors
-from penstock.perf.roofline.roofline import Roofline
-from penstock.perf.search.demand import Demand
-from penstock.plan.answer import Answer, find_answer
-from penstock.plan.processes import Processes
+from penstock.bench.report import BenchReport
+from penstock.perf.hardware import find_hardware
+from penstock.perf.model_shape import Parallel
+from penstock.perf.pool import Demand
+from penstock.perf.roofline import Factors, Roofline
+from penstock.plan.answer import PlanAnswer, find_answer
 from penstock.plan.question import Question
 from penstock.plan.report import name_layout
-from penstock.plan.trial import Effort, Proposal
-from penstock.sim.report.charts import Chart, Line, XAxis
-from penstock.sim.report.document import make_picture
-from penstock.sim.report.outputs import check_outputs
+from penstock.plan.trial import Effort, Processes, Proposal
 
 _MODEL, _HARDWARE, _FORMATS = "llama-3.1-70b", "h100", {"weight_dtype": "fp8"}
 _MAIN = Demand(input_tokens=3000, output_tokens=150, ttft_s=1.0, itl_s=0.03)
@@ -56,16 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="processes that simulate (default: all cores, at most 8)"
     )
-    parser.add_argument("--plot", type=Path, metavar="OUT", help="draw requests/s a GPU by target as SVG")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Find the best layouts at each target.
 
     Raises:
         ConfigError: an option is wrong.
     """
-    check_outputs({"--plot": options.plot}, [options.json] if options.json else [])
     found = _Found()
     with Processes(options.jobs) as processes:
         for devices in _DEVICES[:1] if options.quick else _DEVICES:
@@ -73,9 +63,7 @@ def run(options: argparse.Namespace) -> Report:
                 effort = _QUICK if options.quick else _EFFORT if demand == _MAIN else _SWEEP
                 kept = list(found.stricter(devices, demand))
                 found.add(find_answer(_ask(devices, demand), processes, effort=effort, kept=kept))
-    if options.plot is not None:
-        options.plot.write_text(draw(found.samples()), encoding="utf-8")
-    return Report(
+    return BenchReport(
         name="placements",
         config={
             "model": _MODEL,
@@ -102,7 +90,7 @@ class _Found:
     """Simulated layouts by target and kind, the best first."""
     rates: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
     """By devices and targets in ms: requests per second and device, aggregated and disaggregated."""
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[PlanAnswer] = field(default_factory=list)
 
     def stricter(self, devices: int, demand: Demand) -> Iterator[Proposal]:
         """Yield the best simulated layouts of each stricter target: they keep this target, too."""
@@ -118,7 +106,7 @@ class _Found:
                     if best is not None and best.is_simulated:
                         yield best
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: PlanAnswer) -> None:
         self.answers.append(answer)
         question, demand = answer.question, answer.question.demand
         targets = round(1e3 * demand.ttft_s), round(1e3 * demand.itl_s)
@@ -150,25 +138,6 @@ class _Found:
                 samples.setdefault(f"aggregated_rps_per_gpu_x{devices}", []).append(aggregated)
                 samples.setdefault(f"disaggregated_rps_per_gpu_x{devices}", []).append(disaggregated)
         return samples
-
-
-def draw(samples: Mapping[str, Sequence[float]]) -> str:
-    """Draw the sweeps of a report's samples, a panel for each number of devices."""
-    counts = sorted(int(name.removeprefix("itl_ms_x")) for name in samples if name.startswith("itl_ms_x"))
-    return make_picture([_chart(samples, devices) for devices in counts])
-
-
-def _chart(samples: Mapping[str, Sequence[float]], devices: int) -> Chart:
-    return Chart(
-        f"Requests/s a GPU, {devices} H100",
-        "70B fp8, 3,000 in and 150 out, over the target of TPOT in ms (p90), first token within 1 s",
-        np.array(samples[f"itl_ms_x{devices}"]),
-        [
-            Line(kind, np.array(samples[f"{kind}_rps_per_gpu_x{devices}"]), number)
-            for number, kind in enumerate(("aggregated", "disaggregated"))
-        ],
-        x_axis=XAxis.PLAIN,
-    )
 
 
 def _demands(*, quick: bool) -> list[Demand]:

@@ -11,10 +11,10 @@ from time import perf_counter
 
 import msgspec
 
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import Unavailable
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.search.demand import Demand
+from penstock.perf.hardware import find_hardware
+from penstock.perf.pool import Demand
 from penstock.plan.question import Question
 
 _TARGET_S = 30.0
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add nothing: the cases are fixed."""
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Plan several times, each time in a new process.
 
     Raises:
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> Report:
         limits[f"search_s_{case.name}"], figures[f"layouts_{case.name}"] = _search(case)
     first_s = figures[f"plan_s_{cases[0].name}"]
     is_slow = first_s >= _TARGET_S and not options.quick
-    return Report(
+    return BenchReport(
         name="plan",
         config={
             "commands": {case.name: case.arguments() for case in cases},

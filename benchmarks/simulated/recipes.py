@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import Unavailable
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add nothing: the load is fixed."""
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Simulate each recipe; the same seed gives the same figures on any machine.
 
     Raises:
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> Report:
         }
         if found["completed"] != found["requests"]:
             problems.append(f"{recipe}: {found['completed']} of {found['requests']} requests were completed")
-    return Report(
+    return BenchReport(
         name="recipes",
         config={
             "commands": {recipe: " ".join(["penstock simulate", *arguments(recipe)]) for recipe in recipes},

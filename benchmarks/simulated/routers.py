@@ -24,8 +24,8 @@ from benchmarks.runner import (
     expect_at_least,
     find_graph,
 )
-from penstock.bench.report import Report
-from penstock.sim.workload.trace import read_trace
+from penstock.bench.report import BenchReport
+from penstock.sim.trace import read_trace
 
 SATURATION_RPS = {
     (SYNTHETIC, "70b-fp8"): 18.9,
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_simulations(parser)
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Run every workload and deployment at every load, with one router and with several.
 
     Raises:
@@ -109,7 +109,7 @@ def _saturation(options: argparse.Namespace) -> dict[str, float]:
     return usual | read_rates(options.saturation or "")
 
 
-def _report(found: Mapping[str, Mapping[int, list[float]]], options: argparse.Namespace) -> Report:
+def _report(found: Mapping[str, Mapping[int, list[float]]], options: argparse.Namespace) -> BenchReport:
     """Compare several routers with one: ratios of means over the seeds, for each cell and for the worst cell."""
     ratios: dict[str, dict[str, float]] = {metric: {} for metric in _METRICS}
     samples: dict[str, list[float]] = {}
@@ -124,7 +124,7 @@ def _report(found: Mapping[str, Mapping[int, list[float]]], options: argparse.Na
         named[f"routers_{short}_ratio_geomean"] = math.exp(float(np.mean(np.log(list(cells.values())))))
         named |= {f"{cell} {short}_ratio": ratio for cell, ratio in cells.items()}
     worse = {cell: ratio for cell, ratio in ratios["ttft_p99_s"].items() if ratio > WORSE_MAX}
-    return Report(
+    return BenchReport(
         name="routers",
         config={
             "routers": options.routers,

@@ -10,14 +10,14 @@ from pathlib import Path
 from time import perf_counter, process_time
 
 import penstock
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core import log
 from penstock.core.errors import ConfigError
 from penstock.graph import Overrides, build, load
-from penstock.sim.deployment import Deployment, plan_deployment
+from penstock.sim.deployment import SimDeployment, plan_deployment
 from penstock.sim.simulate import simulate
-from penstock.sim.workload.trace import read_trace
-from penstock.sim.workload.workload import Session, WorkloadConfig, make_sessions, trace_sessions
+from penstock.sim.trace import read_trace
+from penstock.sim.workload import SimSession, WorkloadConfig, make_sessions, trace_sessions
 
 _BLOCK_SIZES = (16, 64, 512)
 _GROWING = (5000, 10_000, 20_000)
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Run the trace at three block sizes, then synthetic requests: more and more requests, longer answers, many workers.
 
     Raises:
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> Report:
             )
             figures[name] = wall_s
             figures[name.replace("scale_s", "scale_cpu_s")] = cpu_s
-    return Report(
+    return BenchReport(
         name="simulate",
         config={
             "trace": trace.name,
@@ -119,13 +119,13 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def _time_runs(
-    graph: str, sessions: list[Session], *changes: str, turns: int = _TURNS
+    graph: str, sessions: list[SimSession], *changes: str, turns: int = _TURNS
 ) -> tuple[float, float]:
     """Give wall and CPU seconds of the median run."""
     return _clock(_plan(graph, *changes), sessions, turns=turns)
 
 
-def _clock(deployment: Deployment, sessions: list[Session], *, turns: int) -> tuple[float, float]:
+def _clock(deployment: SimDeployment, sessions: list[SimSession], *, turns: int) -> tuple[float, float]:
     runs = []
     for _ in range(turns):
         wall_s, cpu_s = perf_counter(), process_time()
@@ -134,11 +134,11 @@ def _clock(deployment: Deployment, sessions: list[Session], *, turns: int) -> tu
     return sorted(runs)[turns // 2]
 
 
-def _plan(graph: str, *changes: str) -> Deployment:
+def _plan(graph: str, *changes: str) -> SimDeployment:
     return plan_deployment(load(graph, Overrides(list(changes))), beside=Path(graph).parent)
 
 
-def _disaggregated(deployment: Deployment) -> Deployment:
+def _disaggregated(deployment: SimDeployment) -> SimDeployment:
     """Make half of the workers prefill workers and the others decode workers; every prompt is disaggregated."""
     graph = deployment.graph
     whole = graph.roles.aggregated
@@ -152,7 +152,7 @@ def _disaggregated(deployment: Deployment) -> Deployment:
 
 def _synthetic(
     requests: int, *, workers: int = 8, output_tokens: int = 256, per_worker_s: float = _BUSY_PER_S
-) -> list[Session]:
+) -> list[SimSession]:
     """Make requests whose prompts share their first half; token counts do not change arrival times."""
     config = WorkloadConfig(
         requests=requests,
@@ -165,7 +165,7 @@ def _synthetic(
     return list(make_sessions(config, random.Random(_SEED)))
 
 
-def _profile(graph: str, sessions: list[Session]) -> dict[str, list[float]]:
+def _profile(graph: str, sessions: list[SimSession]) -> dict[str, list[float]]:
     """Give the share of CPU time by file, the largest first."""
     deployment = _plan(graph)
     profiler = cProfile.Profile()

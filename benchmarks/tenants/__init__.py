@@ -18,7 +18,7 @@ from benchmarks.frontend.servers import machine_idle_s, make_model
 from benchmarks.processes.served import Served, served
 from benchmarks.runner import expect_at_least
 from benchmarks.tenants.load import Client, Flooded, Prompts, session
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
 from penstock.frontend.limits.keys import hash_of, new_key
 
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Measure every flood.
 
     Raises:
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> Report:
                     figures.setdefault(f"{prefix}_busy_cores", []).append(busy_cores)
                     for figure, value in figures_of(ttfts_s, halves["alone"][0], flooded).items():
                         figures.setdefault(f"{prefix}_{figure}", []).append(value)
-    return Report(
+    return BenchReport(
         name="tenants",
         config={
             "rounds": options.rounds,

@@ -22,7 +22,7 @@ from benchmarks.transfer.contenders import (
 from benchmarks.transfer.nixl_peer import VARIANTS, NixlPeer
 from benchmarks.transfer.rounds import figures_of, limits_of, overheads, run_rounds
 from benchmarks.transfer.shapes import POOL_BYTES, SHAPES, SMALL, Fio
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError, PenstockError
 
 _SMALL_REPEATS = 200
@@ -53,10 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Move every shape by every backend in turns, several times over."""
     python = options.peers.expanduser() / "nixl" / "venv" / "bin" / "python"
-    report: Report = uvloop.run(_run(options, python))
+    report: BenchReport = uvloop.run(_run(options, python))
     if options.plot is not None:
         try:
             options.plot.write_text(plot.draw(report))
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> Report:
     return report
 
 
-async def _run(options: argparse.Namespace, python: Path) -> Report:
+async def _run(options: argparse.Namespace, python: Path) -> BenchReport:
     rounds, repeats = (1, 1) if options.quick else (5, 3)
     variants = list(VARIANTS)[-1:] if options.quick else list(VARIANTS)
     skipped: dict[str, str] = {}
@@ -93,7 +93,7 @@ async def _run(options: argparse.Namespace, python: Path) -> Report:
             next((one for one in moving if isinstance(one, Ours) and one.name == "shm"), None)
         )
     names = [one.name for one in (*moving, *stored)]
-    return Report(
+    return BenchReport(
         name="transfer",
         config={
             "pool_bytes": POOL_BYTES,

@@ -4,7 +4,7 @@ import html
 
 from benchmarks.transfer.contenders import OPS
 from benchmarks.transfer.shapes import SHAPES
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 
 _WIDTH, _NAME_WIDTH, _VALUE_WIDTH = 400, 90, 44
 _ROW, _TITLE = 18, 30
@@ -13,7 +13,7 @@ _OURS = "#2563eb"
 _STYLE = "text{font:11px sans-serif;fill:#374151}.t{font-weight:bold}"
 
 
-def draw(report: Report) -> str:
+def draw(report: BenchReport) -> str:
     """Draw bars: ours, those of peers and the limits."""
     panels = [(op.value, shape.name) for shape in SHAPES for op in OPS]
     rows = {panel: _rows(report, *panel) for panel in panels}
@@ -33,7 +33,7 @@ def draw(report: Report) -> str:
     )
 
 
-def _rows(report: Report, op: str, shape: str) -> list[tuple[str, float]]:
+def _rows(report: BenchReport, op: str, shape: str) -> list[tuple[str, float]]:
     middle, end = f"_{op}_{shape}", "_gb_per_s"
     rows = [
         (name.removesuffix(middle + end), value)

@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.processes.served import Served, put_load
 from benchmarks.vllm.servers import BLOCK, CONTEXT, checkpoint, described, penstock, vllm
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError, Unavailable
 
 _CONCURRENCY = 32
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default 0)")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Measure in pairs.
 
     Raises:
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> Report:
                     if number >= 0:  # the first pair warms up
                         for key, value in found.items():
                             samples.setdefault(f"{name}_{key}", []).append(value)
-    return Report(
+    return BenchReport(
         name="vllm-overhead",
         config=described(_BLOCKS)
         | {

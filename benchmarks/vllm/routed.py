@@ -17,8 +17,8 @@ import psutil
 
 from benchmarks.processes.chats import Answer, Asked, Chats, Conversations, chatting
 from benchmarks.vllm.servers import BLOCK, CONTEXT, checkpoint, described, penstock
-from penstock.bench.prompts import text
-from penstock.bench.report import Report
+from penstock.bench.load import text
+from penstock.bench.report import BenchReport
 from penstock.core.errors import Unavailable
 
 _STREAMS, _STREAM_TOKENS, _KILL_AT_PIECE = 8, 160, 20
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights (default 0)")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Measure hits and the killed worker.
 
     Raises:
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> Report:
                 if policy == "kv":
                     streams = asyncio.run(chatting(deployment, _kill_midstream))
     figures = _hit_figures(held) | streams
-    return Report(
+    return BenchReport(
         name="vllm",
         config=described(blocks)
         | {

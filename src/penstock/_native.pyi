@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from penstock.core.ids import BlockId
 from penstock.core.routing_context import RoutingContext
 from penstock.seams import DirectClient
-from penstock.sim.workload.prompt import Stream
+from penstock.sim.workload import SimStream
 
 Change: TypeAlias = tuple[int, bytes, int | None]
 Evicted: TypeAlias = tuple[list[BlockId], bytes, int | None]
@@ -146,7 +146,7 @@ class JumpScheduler:
         tokens: tuple[int, int],
         end_tokens: int,
         hashes: bytes,
-        stream: Stream,
+        stream: SimStream,
         kv_transfer: bool = False,
         use: tuple[int, int, float, int] = ...,
     ) -> None: ...

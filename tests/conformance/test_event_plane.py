@@ -1,4 +1,4 @@
-from penstock.sim.loop.loop import SimLoop
+from penstock.sim.loop import SimLoop
 from penstock.testing.planes.event_plane import EventPlaneSuite
 from penstock.testing.planes.harness import MemoryPlaneHarness, TcpPlaneHarness
 

@@ -1,4 +1,4 @@
-from penstock.sim.loop.loop import SimLoop
+from penstock.sim.loop import SimLoop
 from penstock.testing.planes.discovery import DiscoverySuite, MemoryDiscoveryHarness
 
 

@@ -10,13 +10,12 @@ from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME, RunningDeployment
 from penstock.deploy.control.server import ControlServer
 from penstock.deploy.hosts.connector import HostsConnector
-from penstock.planner.act.memory_connector import MemoryConnector
-from penstock.planner.act.worker_changes import TimedChanges
-from penstock.planner.observe.stream import ObservationStream
-from penstock.sim.chaos.trial import Trial, small_spec
-from penstock.sim.loop.loop import SimLoop
-from penstock.sim.scaling.scaled_cluster import ScaledCluster
-from penstock.sim.world.cluster import SimCluster
+from penstock.planner.memory_connector import MemoryConnector, TimedChanges
+from penstock.planner.observation import ObservationStream
+from penstock.sim.chaos_trial import Trial, small_spec
+from penstock.sim.cluster import SimCluster
+from penstock.sim.loop import SimLoop
+from penstock.sim.scaling import ScaledCluster
 from penstock.testing.scaling_connector import ScalingConnectorSuite
 from tests.support.linked_hosts import linked, pool_of
 from tests.support.pods_of_roles import pods_of_roles

@@ -4,10 +4,10 @@ import asyncio
 import random
 from contextlib import AsyncExitStack
 
-from penstock.sim.loop.loop import SimLoop
-from penstock.sim.world.network import NetworkConfig, SimNetwork
-from penstock.sim.world.plane import SimPlane
-from penstock.sim.world.registry import SimRegistry
+from penstock.sim.cluster import SimRegistry
+from penstock.sim.loop import SimLoop
+from penstock.sim.network import NetworkConfig, SimNetwork
+from penstock.sim.plane import SimPlane
 from penstock.testing.planes.direct import RanksSuite
 from penstock.testing.planes.discovery import DiscoverySuite
 from penstock.testing.planes.harness import PlaneHarness

@@ -11,7 +11,7 @@ import yaml
 from penstock import cli
 from penstock.cli.serve import FLAGS
 from penstock.graph import Graph
-from penstock.sim.workload.workload import WorkloadConfig
+from penstock.sim.workload import WorkloadConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

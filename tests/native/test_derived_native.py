@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.native import native
-from penstock.sim.workload.prompt import derived_hashes_python
+from penstock.sim.workload import derived_hashes_python
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 words = st.integers(0, (1 << 64) - 1)

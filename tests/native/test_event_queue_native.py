@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.native import native
-from penstock.sim.loop.event_queue import EventQueuePython
+from penstock.sim.loop import EventQueuePython
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 NUMBER = contextvars.ContextVar("number", default=0)

@@ -19,9 +19,9 @@ from penstock.core.wire import PackedHashes, PackedTokens, unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.manager import KvManager
 from penstock.kv.pool import BlockPool
-from penstock.sim.engine.scheduler import JumpScheduler
-from penstock.sim.engine.timed_tier import TimedTier
-from penstock.sim.workload.prompt import Prompt
+from penstock.sim.engine_timing import TimedTier
+from penstock.sim.scheduler import JumpScheduler
+from penstock.sim.workload import SimPrompt
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 BLOCK_SIZE = 4
@@ -141,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, prompt, emitted, more, own):
         self.numbers += 1
         request_id, known = RequestId(f"r{self.numbers}"), prompt + emitted
-        stream = self.streams[request_id] = Prompt(own, SHARED, unit_tokens=2)
+        stream = self.streams[request_id] = SimPrompt(own, SHARED, unit_tokens=2)
         request = Request(
             request_id=request_id,
             model="m",
@@ -248,7 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Have blocks held for transfers, as an engine does: between two steps."""
         if self.plan.steps > 1:
             self.tell_so_far(data)
-        names = Prompt(own, SHARED, unit_tokens=2).block_hashes(BLOCK_SIZE, 0, count)
+        names = SimPrompt(own, SHARED, unit_tokens=2).block_hashes(BLOCK_SIZE, 0, count)
         self.pinned += self.scheduler.pins.pin(names)
         self.pinned += self.scheduler.reserve(count) or []
         self.commit(1)

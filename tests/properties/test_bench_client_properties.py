@@ -7,8 +7,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.client import _Connection
-from penstock.bench.exchange import Exchange
+from penstock.bench.client import MeasuredRequest, _Connection
 
 TEXTS = st.lists(st.text(min_size=1, max_size=5), max_size=8)
 
@@ -38,10 +37,10 @@ def _cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[begin:end] for begin, end in itertools.pairwise(edges)]
 
 
-def _run(answer: bytes, pieces: list[int], *, closed: bool) -> tuple[Exchange, _Connection, bool]:
+def _run(answer: bytes, pieces: list[int], *, closed: bool) -> tuple[MeasuredRequest, _Connection, bool]:
     async def main():
         loop = asyncio.get_running_loop()
-        connection, exchange = _Connection(loop, quickack=False), Exchange(due_s=0.0)
+        connection, exchange = _Connection(loop, quickack=False), MeasuredRequest(due_s=0.0)
         connection.connection_made(_Wire())
         running = loop.create_task(connection.run(b"", exchange))
         await asyncio.sleep(0)

@@ -5,12 +5,12 @@ from dataclasses import replace
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.perf.model.catalogue import find_shape
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.model.parallel import parallelisms
-from penstock.perf.roofline.roofline import Roofline
-from penstock.perf.search.demand import Demand
-from penstock.perf.search.search import LayoutSearch
+from penstock.perf.hardware import find_hardware
+from penstock.perf.model_config import find_shape
+from penstock.perf.model_shape import parallelisms
+from penstock.perf.pool import Demand
+from penstock.perf.roofline import Roofline
+from penstock.perf.search import LayoutSearch
 
 SHAPE = find_shape("llama-3.1-8b")
 DEMANDS = st.builds(

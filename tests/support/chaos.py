@@ -13,7 +13,7 @@ from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Un
 from penstock.core.types.requests import FinishReason, Request
 from penstock.core.wire import unpack_tokens
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.sim.loop.loop import Deadlock, run, run_virtual
+from penstock.sim.loop import Deadlock, run, run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import tiny_engine, tiny_request, whole_answer
 

@@ -1,7 +1,7 @@
 """Ideal roofline factors, so that prices can be computed by hand."""
 
-from penstock.perf.model.hardware import Dtype, Hardware, find_hardware
-from penstock.perf.roofline.factors import Factors
+from penstock.perf.hardware import Dtype, Hardware, find_hardware
+from penstock.perf.roofline import Factors
 
 IDEAL = Factors(
     gemm=1,

@@ -11,7 +11,7 @@ from penstock.core.types.instances import Prices, Role
 from penstock.engine.batched import BatchedEngine
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from penstock.transfer.transports.memory import MemoryTransport
 from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, memory_transport

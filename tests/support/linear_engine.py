@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.perf.model.parallel import Parallel
+from penstock.perf.model_shape import Parallel
 
 
 @dataclass

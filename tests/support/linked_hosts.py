@@ -10,7 +10,7 @@ from penstock.deploy.hosts.connector import Host, HostsConnector
 from penstock.deploy.hosts.host_link import HostLink
 from penstock.deploy.hosts.planner_server import PlannerServer
 from penstock.deploy.supervisor.worker_pool import LocalWorkerPool
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.observation import ObservationStream
 from penstock.runtime.handshake import Identity
 from tests.support.scripted_pool import PoolScene
 

@@ -1,27 +1,27 @@
 """A deployment in memory with a demand that tests set: what a planner sees and what it does."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.types.instances import ReplicaState, Role
-from penstock.perf.model.catalogue import find_shape
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.roofline.roofline import Roofline
-from penstock.planner.act.memory_connector import MemoryConnector
-from penstock.planner.act.worker_changes import TimedChanges, WorkerChanges
+from penstock.perf.hardware import find_hardware
+from penstock.perf.model_config import find_shape
+from penstock.perf.roofline import Roofline
+from penstock.planner.capacity import Capacity
 from penstock.planner.config import PlannerConfig
-from penstock.planner.decide.capacity import Capacity
-from penstock.planner.estimate.expected_demand import ExpectedDemand
-from penstock.planner.estimate.slo import Slo
-from penstock.planner.explain.record import DecisionRecord
-from penstock.planner.observe.observation import Demand, Observation, WorkerView
+from penstock.planner.demand import ExpectedDemand, SloTargets
+from penstock.planner.memory_connector import MemoryConnector, ReplicaChanges, TimedChanges
+from penstock.planner.observation import Observation, ObservedDemand, ObservedWorker
 from penstock.planner.planner import Planner
 from penstock.planner.policy import Policy
 from penstock.runtime.observations import Digest, bucket_of
 
+if TYPE_CHECKING:
+    from penstock.planner.record import DecisionRecord
+
 MODEL = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"))
 TOKENS = {Role.AGGREGATED: 512, Role.PREFILL: 8192, Role.DECODE: 512}
-SLO = Slo(ttft_s=0.5, itl_s=0.025)
+SLO = SloTargets(ttft_s=0.5, itl_s=0.025)
 
 
 def digest(value: float, count: float) -> Digest:
@@ -39,10 +39,9 @@ class World:
         replicas: Mapping[Role, int],
         *,
         start_s: float = 20.0,
-        changes: WorkerChanges | None = None,
+        changes: ReplicaChanges | None = None,
         workers_max: int = 64,
-        slo: Slo = SLO,
-        price: float | None = None,
+        slo: SloTargets = SLO,
         policy: type[Policy] = Policy,
         **settings: Any,
     ) -> None:
@@ -56,7 +55,7 @@ class World:
         self.frontends: tuple[str, ...] = ("frontend-1",)
         self.records: list[DecisionRecord] = []
         self.capacities = [
-            Capacity(role=role, model=MODEL, max_batch_tokens=TOKENS[role], price=price) for role in replicas
+            Capacity(role=role, model=MODEL, max_batch_tokens=TOKENS[role]) for role in replicas
         ]
         config = PlannerConfig(**settings)
         self.planner = Planner(
@@ -73,11 +72,11 @@ class World:
         scale = await self.connector.scale()
         count = self.rate_per_s * seconds
         views = tuple(
-            WorkerView(replica.name, replica.role, replica.age_s, Digest(), 0, 0, 0, 0, 0, 0, 0, 0)
+            ObservedWorker(replica.name, replica.role, replica.age_s, Digest(), 0, 0, 0, 0, 0, 0, 0, 0)
             for replica in scale.replicas
             if replica.state is ReplicaState.READY
         )
-        demand = Demand(
+        demand = ObservedDemand(
             arrivals_per_s=self.rate_per_s,
             finished_per_s=self.rate_per_s,
             input_tokens=digest(self.input_tokens, count),

@@ -14,7 +14,7 @@ from penstock.core.wire import pack_hashes, pack_tokens
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.workers.member import WorkerView
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
 from tests.support.scenes import scenes

@@ -13,7 +13,7 @@ from penstock.core.types.requests import Delta, FinishReason, Request, SamplingP
 from penstock.core.wire import PackedHashes, pack_hashes, pack_tokens
 from penstock.runtime.discovery.view import MemoryDiscovery
 from penstock.runtime.requests.memory import MemoryPlane
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from penstock.worker.registration import WorkerIdentity
 from penstock.worker.worker import Worker

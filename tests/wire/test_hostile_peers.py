@@ -28,10 +28,9 @@ from penstock.deploy.processes.watched_server import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.server import EngineServer, read_load
 from penstock.engine.openai.text import TextCodec
-from penstock.planner.act import memory_connector
-from penstock.planner.act.memory_connector import MemoryConnector
-from penstock.planner.act.worker_changes import TimedChanges
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner import memory_connector
+from penstock.planner.memory_connector import MemoryConnector, TimedChanges
+from penstock.planner.observation import ObservationStream
 from penstock.router.service.gateway import Query
 from penstock.router.service.routing_service import RoutingService
 from penstock.runtime.observations import RequestWindow

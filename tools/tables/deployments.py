@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from penstock.perf.model.catalogue import find_shape
-from penstock.perf.model.hardware import Dtype, find_hardware
-from penstock.perf.model.parallel import Parallel
-from penstock.perf.roofline.roofline import Roofline
+from penstock.perf.hardware import Dtype, find_hardware
+from penstock.perf.model_config import find_shape
+from penstock.perf.model_shape import Parallel
+from penstock.perf.roofline import Roofline
 from tables.read import figure, ratio, report, table, text
 
 _HARDWARE = ("h100", "gb200", "gb300")

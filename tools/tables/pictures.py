@@ -11,9 +11,8 @@ from benchmarks.kv.retention import plot as retention_plot
 from benchmarks.planner import plot as planner_plot
 from benchmarks.policies import Cell
 from benchmarks.simulated import agents_plot
-from benchmarks.simulated import placements as placements_bench
 from benchmarks.transfer import plot as transfer_plot
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from tables.planner import PLANNERS, first_planner, made
 from tables.policies import POLICIES, mean
 from tables.read import report
@@ -50,10 +49,6 @@ def kv_agents() -> str:
 def kv_retention() -> str:
     found = report("kv_retention")
     return retention_plot.draw(found["figures"], found["config"]["blocks"])
-
-
-def placements() -> str:
-    return placements_bench.draw(report("placements")["samples"])
 
 
 _MADE = ("planner", "planner_day", "planner_day_300", "planner_steady")
@@ -112,7 +107,7 @@ def policies() -> str:
 def transfer() -> str:
     found = report("transfer")
     return transfer_plot.draw(
-        Report(name="transfer", config={}, figures=found["figures"], limits=found["limits"])
+        BenchReport(name="transfer", config={}, figures=found["figures"], limits=found["limits"])
     )
 
 
@@ -121,7 +116,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "eviction.svg": eviction,
     "kv-agents.svg": kv_agents,
     "kv-retention.svg": kv_retention,
-    "placements.svg": placements,
     "planner.svg": planner,
     "planner-traces.svg": planner_traces,
     "policies.svg": policies,

@@ -10,11 +10,11 @@ from benchmarks.eviction.replay import Prompts
 from benchmarks.kv.retention.replay import Case, replay
 from benchmarks.kv.retention.workloads import CHATS, MIXTURE, NEIGHBOURS, SPAN_S, Ask, mixed
 from benchmarks.runner import expect_at_least
-from penstock.bench.report import Report
-from penstock.perf.model.catalogue import find_shape
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.roofline.roofline import Roofline
-from penstock.sim.engine.prices import prefill_price
+from penstock.bench.report import BenchReport
+from penstock.perf.hardware import find_hardware
+from penstock.perf.model_config import find_shape
+from penstock.perf.roofline import Roofline
+from penstock.sim.engine_timing import prefill_price
 
 _SAID = Case(names=True, tools=True)
 CASES: Mapping[str, Case] = {
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Replay the mixture in every case, and the chats of one tenant alone and beside each neighbour.
 
     Raises:
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> Report:
                     hits = replay(asks, prompts.names, blocks, case, prefill_price(model))
                     for group, saved in _saved(asks, prompts, hits).items():
                         samples.setdefault(key_of(kind, name, group, num_blocks), []).append(saved)
-    return Report(
+    return BenchReport(
         name="kv-retention",
         config={
             "model": _MODEL,

@@ -16,7 +16,7 @@ from penstock.kv.pool import BlockPool, Pins
 from penstock.kv.sessions.config import SessionsConfig
 from penstock.kv.sessions.retention import Retention
 from penstock.kv.sessions.sessions import Sessions
-from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS
+from penstock.sim.trace import PREFIX_BLOCK_TOKENS
 
 _SAMPLING = SamplingParams(max_tokens=1)
 

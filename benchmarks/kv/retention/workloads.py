@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from benchmarks.eviction.conversations import Chats, between, lognormal, once, turns, turns_of
-from penstock.sim.workload.trace import TraceRow
+from penstock.sim.trace import TraceRow
 
 SPAN_S = 3000.0
 

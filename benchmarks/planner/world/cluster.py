@@ -12,10 +12,8 @@ from benchmarks.planner.world.step_times import GridTimes
 from benchmarks.planner.world.tally import Tally
 from penstock.core.errors import RequestError
 from penstock.core.types.instances import Replica, ReplicaState, Role
-from penstock.planner.act.memory_connector import MemoryConnector
-from penstock.planner.act.worker_changes import TimedChanges
-from penstock.planner.observe.observation import Observation
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.memory_connector import MemoryConnector, TimedChanges
+from penstock.planner.observation import Observation, ObservationStream
 
 _TICK_S = 0.5
 """A worker's change counts from the next tick on."""

@@ -9,7 +9,7 @@ from benchmarks.planner.world.step_times import GridTimes
 from benchmarks.planner.world.tally import Tally
 from penstock.core.types.instances import Role
 from penstock.runtime.observations import Digest, WorkerWindow
-from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS
+from penstock.sim.trace import PREFIX_BLOCK_TOKENS
 
 _CHUNKS_MAX = 16
 

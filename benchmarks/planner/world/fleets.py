@@ -11,20 +11,19 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.graph import Overrides, load
 from penstock.graph.engine_prices import make_roofline
-from penstock.perf.model.catalogue import find_shape
-from penstock.perf.model.parallel import Parallel
-from penstock.perf.profile.profile import Profile, ProfiledModel
-from penstock.planner.decide.capacity import Capacity
-from penstock.planner.decide.worker_model import WorkerModel
-from penstock.planner.estimate.slo import Slo
-from penstock.sim.deployment import Deployment
+from penstock.perf.model_config import find_shape
+from penstock.perf.model_shape import Parallel
+from penstock.perf.profile import Profile, ProfiledModel
+from penstock.planner.capacity import Capacity, WorkerModel
+from penstock.planner.demand import SloTargets
+from penstock.sim.deployment import SimDeployment
 
 _BLOCK_TOKENS = 64
 _GRAPHS = {
     "8b": ("8b-h100-x8", "8b-h100-bf16-tp1"),
     "70b": ("70b-h100-tp4-x4", "70b-h100-bf16-tp4"),
 }
-SLOS = {"8b": Slo(ttft_s=1.0, itl_s=0.025), "70b": Slo(ttft_s=2.0, itl_s=0.05)}
+SLOS = {"8b": SloTargets(ttft_s=1.0, itl_s=0.025), "70b": SloTargets(ttft_s=2.0, itl_s=0.05)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +32,10 @@ class Model:
 
     name: str
     fleet: Fleet
-    slo: Slo
+    slo: SloTargets
     files: GraphFiles
 
-    def deployment(self, replicas: Mapping[Role, int]) -> Deployment:
+    def deployment(self, replicas: Mapping[Role, int]) -> SimDeployment:
         """Plan static workers for the exact simulator: the default policy, one host of the fleet's bandwidth, and prefill workers that compute every prompt."""
         fleet = self.fleet
         settings = [
@@ -68,7 +67,7 @@ class Model:
         )
 
 
-def find_model(name: str, examples: Path, *, slo: Slo | None = None) -> Model:
+def find_model(name: str, examples: Path, *, slo: SloTargets | None = None) -> Model:
     """Make a model's fleet from its graph and profile under `examples`.
 
     Raises:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS
+from penstock.sim.trace import PREFIX_BLOCK_TOKENS
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.planner.decide.worker_model import StepTimes
+from penstock.planner.capacity import StepTimes
 from penstock.runtime.observations import bucket_of
 
 _TOKENS, _CACHED, _BATCH, _CONTEXT = 32, 1024, 2, 4096

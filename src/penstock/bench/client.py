@@ -6,12 +6,187 @@ It is an asyncio protocol instead of a client library, since the load generator 
 import asyncio
 import socket
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from time import perf_counter
 from urllib.parse import urlsplit
 
-from penstock.bench.exchange import Exchange, Failure
+import msgspec
+
 from penstock.core.errors import ConfigError
+
+
+class RequestFailure(StrEnum):
+    """Kinds of failed requests; an HTTP status is a kind such as `http_429`."""
+
+    CONNECT = "connect"  # no connection to the address
+    DISCONNECTED = "disconnected"  # the response ended early
+    TIMEOUT = "timeout"
+    STREAM_ERROR = "stream_error"  # an error event in the stream
+    MALFORMED = "malformed"  # not HTTP, not server-sent events, not JSON
+    EMPTY = "empty"  # a complete answer without a token
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _Chunk(msgspec.Struct):
+    id: str | None = None
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | str | None = None
+
+
+_chunks = msgspec.json.Decoder(_Chunk)
+_MESSAGE_CHARACTERS_MAX = 200
+_EVENT_BYTES_MAX = 1 << 20
+
+
+@dataclass(slots=True)
+class MeasuredRequest:
+    """Parses the response body as it arrives.
+
+    Times are `time.perf_counter`, as uvloop's clock has a resolution of 1 ms. `due_s` is the planned send time: latencies
+    count from it, so that delays of a slow client or server are included.
+    """
+
+    due_s: float
+    sent_s: float = 0.0
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    end_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    """Seconds between chunks with text; a chunk may hold several tokens."""
+    usage: _Usage | None = None
+    failure: str | None = None
+    message: str = ""
+    answer_id: str = ""
+    """Id of the answer."""
+    done: bool = False
+    """Whether `[DONE]` arrived."""
+    _rest: bytes = b""
+
+    def feed(self, body: bytes, now_s: float) -> None:
+        """Parse the next bytes of a stream of server-sent events."""
+        if b"\r" in body:
+            body = body.replace(b"\r\n", b"\n")
+        *events, self._rest = (self._rest + body).split(b"\n\n")
+        for event in events:
+            self._take_event(event, now_s)
+        if len(self._rest) > _EVENT_BYTES_MAX:
+            self.fail(RequestFailure.MALFORMED, f"an event of more than {_EVENT_BYTES_MAX} bytes")
+            self._rest = b""
+
+    def _take_event(self, event: bytes, now_s: float) -> None:
+        if not event.startswith(b"data:"):  # a comment, or a field before the data
+            event = next((line for line in event.split(b"\n") if line.startswith(b"data:")), b"")
+        data = event[len(b"data:") :].strip()
+        if not data:
+            return
+        if data == b"[DONE]":
+            self.done = True
+            return
+        try:
+            chunk = _chunks.decode(data)
+        except msgspec.DecodeError as error:
+            self.fail(RequestFailure.MALFORMED, f"{error} in {data.decode(errors='replace')}")
+            return
+        if chunk.error is not None:
+            self.fail(
+                RequestFailure.STREAM_ERROR,
+                chunk.error if isinstance(chunk.error, str) else chunk.error.message,
+            )
+        if chunk.usage is not None:
+            self.usage = chunk.usage
+        self.answer_id = self.answer_id or chunk.id or ""
+        if any(choice.text or _has_text(choice.delta) for choice in chunk.choices):
+            self._take_token(now_s)
+
+    def _take_token(self, now_s: float) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        else:
+            self.gaps_s.append(now_s - self.last_token_s)
+        self.last_token_s = now_s
+
+    def refuse(self, status: int, body: bytes) -> None:
+        """Record a response with an error status."""
+        try:
+            error = _chunks.decode(body).error
+        except msgspec.DecodeError:
+            error = None
+        message = error.message if isinstance(error, _Error) else error or body.decode(errors="replace")
+        self.fail(f"http_{status}", message)
+
+    def fail(self, failure: str, message: str) -> None:
+        """Record a failure; the first one stays."""
+        if self.failure is None:
+            self.failure = failure
+            self.message = " ".join(message.split())[:_MESSAGE_CHARACTERS_MAX]
+
+    def finish(self, now_s: float) -> None:
+        """Record the end of the body, complete or not."""
+        self.end_s = now_s
+        if not self.done:
+            self.fail(RequestFailure.DISCONNECTED, "the answer ended before its last event, data: [DONE]")
+        elif self.first_token_s is None:
+            if self.output_tokens == 0:
+                self.fail(RequestFailure.EMPTY, "the answer held no token")
+            self.first_token_s = self.last_token_s = now_s  # tokens without text
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens: the server's count, else one per chunk."""
+        if self.usage is not None:
+            return self.usage.completion_tokens
+        return 0 if self.first_token_s is None else 1 + len(self.gaps_s)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Cached prompt tokens; None if the server does not report them."""
+        details = None if self.usage is None else self.usage.prompt_tokens_details
+        return None if details is None else details.cached_tokens
+
+    @property
+    def ttft_s(self) -> float:
+        return (self.first_token_s or self.end_s) - self.due_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.end_s - self.due_s
+
+    @property
+    def time_per_token_s(self) -> float | None:
+        """Mean seconds between tokens; None for one token."""
+        if self.first_token_s is None or self.output_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+
+
+def _has_text(delta: _Delta | None) -> bool:
+    return delta is not None and bool(delta.content or delta.reasoning_content)
+
 
 _HEAD_BYTES_MAX = 64 * 1024
 _REFUSAL_BYTES_MAX = 64 * 1024
@@ -19,7 +194,7 @@ _OK = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ServerAddress:
     """Target of requests."""
 
     host: str
@@ -28,7 +203,7 @@ class Address:
     path: str
 
     @classmethod
-    def parse(cls, url: str, endpoint: str, *, flag: str = "--url") -> "Address":
+    def parse(cls, url: str, endpoint: str, *, flag: str = "--url") -> "ServerAddress":
         """Parse a base URL such as http://127.0.0.1:8000, with or without /v1.
 
         Raises:
@@ -51,7 +226,7 @@ class Client:
 
     def __init__(
         self,
-        address: Address,
+        address: ServerAddress,
         *,
         timeout_s: float,
         quickack: bool = False,
@@ -79,7 +254,7 @@ class Client:
             "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
         ).encode()
 
-    async def send(self, body: bytes, due_s: float | None = None) -> Exchange:
+    async def send(self, body: bytes, due_s: float | None = None) -> MeasuredRequest:
         """Send one request and wait for the end of its response.
 
         Args:
@@ -90,19 +265,19 @@ class Client:
             The exchange; an error is its `failure`, not an exception.
         """
         sent_s = perf_counter()
-        exchange = Exchange(sent_s if due_s is None else due_s, sent_s)
+        exchange = MeasuredRequest(sent_s if due_s is None else due_s, sent_s)
         message = b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._exchange(message, exchange)
         except TimeoutError:
-            exchange.fail(Failure.TIMEOUT, f"no end of the answer after {self._timeout_s:g} s")
+            exchange.fail(RequestFailure.TIMEOUT, f"no end of the answer after {self._timeout_s:g} s")
         except OSError as error:
-            exchange.fail(Failure.CONNECT, error.strerror or str(error))
+            exchange.fail(RequestFailure.CONNECT, error.strerror or str(error))
         exchange.finish(perf_counter())
         return exchange
 
-    async def _exchange(self, message: bytes, exchange: Exchange) -> None:
+    async def _exchange(self, message: bytes, exchange: MeasuredRequest) -> None:
         reused = self._take_idle()
         connection = reused or await self._connect()
         answered = await connection.run(message, exchange)
@@ -110,7 +285,7 @@ class Client:
             connection = await self._connect()
             answered = await connection.run(message, exchange)
         if not answered:
-            exchange.fail(Failure.DISCONNECTED, "the connection was closed without an answer")
+            exchange.fail(RequestFailure.DISCONNECTED, "the connection was closed without an answer")
         if connection.reusable:
             self._idle.append(connection)
 
@@ -144,7 +319,7 @@ class _Connection(asyncio.Protocol):
         self._quickack = quickack
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: MeasuredRequest | None = None
         self._ended: asyncio.Future[None] | None = None
         self._received = b""
         self._status: int | None = None  # None until the headers are complete
@@ -157,7 +332,7 @@ class _Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         return self._transport is not None and self._keep_alive and self._exchange is None
 
-    async def run(self, message: bytes, exchange: Exchange) -> bool:
+    async def run(self, message: bytes, exchange: MeasuredRequest) -> bool:
         """Send a request and wait for the end of its response; False if the connection closed without a response."""
         if self._transport is None:
             return False
@@ -198,7 +373,7 @@ class _Connection(asyncio.Protocol):
                 return
             body, complete = self._take_body()
         except ValueError as error:
-            self._exchange.fail(Failure.MALFORMED, str(error))
+            self._exchange.fail(RequestFailure.MALFORMED, str(error))
             self._keep_alive = False
             self._status = self._status or 0
             self._end()
@@ -217,7 +392,7 @@ class _Connection(asyncio.Protocol):
             return
         if self._status is not None and (self._chunked or self._remaining_bytes is not None):
             self._exchange.fail(
-                Failure.DISCONNECTED, str(error or "the connection was closed within the answer")
+                RequestFailure.DISCONNECTED, str(error or "the connection was closed within the answer")
             )
         self._end()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
 
 EXIT_OK = 0
@@ -23,7 +23,7 @@ EXIT_FAILED = 1
 class Bench(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
-    def run(self, options: argparse.Namespace) -> Report:
+    def run(self, options: argparse.Namespace) -> BenchReport:
         """Run the bench.
 
         Raises:

@@ -20,7 +20,7 @@ _GIT_TIMEOUT_S = 5
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     """One run of one bench.
 
     `figures` are the results, with the unit in the name. `samples` are their raw measurements. `limits` are upper bounds of

@@ -6,25 +6,155 @@ import contextlib
 import itertools
 import resource
 import time
-from collections.abc import Iterator
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from penstock.bench.burst import measure_burst
-from penstock.bench.client import Address, Client
-from penstock.bench.exchange import Exchange, Failure
-from penstock.bench.load import Planned, poisson, replay, run_load, steady
-from penstock.bench.prompts import PROBES, Prompts, Scale
-from penstock.bench.report import Report
-from penstock.bench.totals import Slo, Totals
+from penstock.bench.client import Client, MeasuredRequest, RequestFailure, ServerAddress
+from penstock.bench.load import (
+    PROBES,
+    PlannedRequest,
+    Prompts,
+    PromptScale,
+    measure_burst,
+    poisson,
+    replay,
+    run_load,
+    steady,
+)
+from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.deploy.control.local_connector import FrontendAddress, find_frontend
-from penstock.sim.workload.trace import TraceRow, read_trace
+from penstock.sim.trace import TraceRow, read_trace
+
+_PERCENTILES = (50, 90, 99)
+_SAMPLES_MAX = 10_000
+"""Most raw values of one kind in a report; of more, every n-th is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTargets:
+    """Targets of a good request: TTFT, and mean time per further token."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+    def met(self, exchange: MeasuredRequest) -> bool:
+        per_token_s = exchange.time_per_token_s
+        return (self.ttft_s is None or exchange.ttft_s <= self.ttft_s) and (
+            self.itl_s is None or per_token_s is None or per_token_s <= self.itl_s
+        )
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums exchanges as they end. One task owns it."""
+
+    slo: BenchTargets
+    requests: int = 0
+    good: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    chunks: int = 0
+    begin_s: float = float("inf")
+    end_s: float = 0.0
+    failures: Counter[str] = field(default_factory=Counter)
+    _messages: dict[str, str] = field(default_factory=dict)
+    _ttft_s: "array[float]" = field(default_factory=lambda: array("d"))
+    _itl_s: "array[float]" = field(default_factory=lambda: array("d"))
+    _gap_s: "array[float]" = field(default_factory=lambda: array("d"))
+    _e2e_s: "array[float]" = field(default_factory=lambda: array("d"))
+    _lag_s: "array[float]" = field(default_factory=lambda: array("d"))
+
+    def add(self, exchange: MeasuredRequest) -> None:
+        self.requests += 1
+        self.begin_s = min(self.begin_s, exchange.due_s)
+        self.end_s = max(self.end_s, exchange.end_s)
+        self._lag_s.append(exchange.sent_s - exchange.due_s)
+        if exchange.failure is not None:
+            self.failures[exchange.failure] += 1
+            self._messages.setdefault(exchange.failure, exchange.message)
+            return
+        self.good += self.slo.met(exchange)
+        self.input_tokens += exchange.usage.prompt_tokens if exchange.usage else 0
+        self.output_tokens += exchange.output_tokens
+        self.chunks += 1 + len(exchange.gaps_s)
+        self._ttft_s.append(exchange.ttft_s)
+        self._e2e_s.append(exchange.e2e_s)
+        if exchange.gaps_s:
+            # With several tokens per chunk, the gap belongs to all of them.
+            tokens_per_gap = max((exchange.output_tokens - 1) / len(exchange.gaps_s), 1.0)
+            self._gap_s.extend(exchange.gaps_s)
+            self._itl_s.extend([gap / tokens_per_gap for gap in exchange.gaps_s])
+
+    def figures(self) -> dict[str, float]:
+        succeeded = self.requests - self.failures.total()
+        duration_s = max(self.end_s - self.begin_s, 1e-9) if self.requests else 0.0
+        figures: dict[str, float] = {
+            "requests": self.requests,
+            "failed_requests": self.failures.total(),
+            **{f"failed_{kind}": count for kind, count in self.failures.items()},
+            "duration_s": duration_s,
+        }
+        if not succeeded:
+            return figures
+        figures |= {
+            "requests_per_s": succeeded / duration_s,
+            "input_tokens_per_s": self.input_tokens / duration_s,
+            "output_tokens_per_s": self.output_tokens / duration_s,
+        }
+        if self.slo != BenchTargets():
+            figures["goodput_requests_per_s"] = self.good / duration_s
+            figures["goodput_fraction"] = self.good / self.requests
+        for name, seconds in (
+            ("ttft", self._ttft_s),
+            ("itl", self._itl_s),
+            ("chunk_gap", self._gap_s),
+            ("e2e", self._e2e_s),
+        ):
+            figures |= _percentiles_ms(name, seconds)
+        return figures | {
+            "send_lag_ms_p99": _percentiles_ms("lag", self._lag_s)["lag_ms_p99"],
+            "tokens_per_chunk": self.output_tokens / self.chunks,
+            "input_tokens_mean": self.input_tokens / succeeded,
+            "output_tokens_mean": self.output_tokens / succeeded,
+        }
+
+    def samples(self) -> Mapping[str, Sequence[float]]:
+        return {
+            "ttft_s": _thinned(self._ttft_s),
+            "itl_s": _thinned(self._itl_s),
+            "e2e_s": _thinned(self._e2e_s),
+        }
+
+    def problems(self) -> list[str]:
+        """Give one line per kind of failure, with the first message."""
+        return [
+            f"{count} of {self.requests} requests failed: {kind}: {self._messages[kind]}"
+            for kind, count in self.failures.most_common()
+        ]
+
+
+def _percentiles_ms(name: str, seconds: "array[float]") -> dict[str, float]:
+    if not seconds:
+        return {}
+    values = np.percentile(np.frombuffer(seconds), _PERCENTILES) * 1000
+    return {f"{name}_ms_p{p}": float(value) for p, value in zip(_PERCENTILES, values, strict=True)}
+
+
+def _thinned(seconds: "array[float]") -> list[float]:
+    step = -(-len(seconds) // _SAMPLES_MAX) or 1
+    return [round(value, 6) for value in seconds[::step]]
+
 
 _REQUESTS = 100
 _CONCURRENCY = 16
@@ -32,7 +162,7 @@ _OPEN_CONCURRENCY = 4096
 _QUICK_REQUESTS = 16
 _QUICK_CONCURRENCY = 4
 _QUICK_TOKENS = 16
-_UNKNOWN_SCALE = Scale(overhead_tokens=0.0, tokens_per_word=1.3)
+_UNKNOWN_SCALE = PromptScale(overhead_tokens=0.0, tokens_per_word=1.3)
 """For a server without token counts: typical for common English words."""
 _BURST_TOKENS = 64  # input and output tokens of burst requests beside a trace
 _CONCURRENCY_WITH_BURST_MAX = 256  # for --rate and --trace, which set no concurrency
@@ -109,7 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     judge.add_argument("--quickack", action="store_true", help="acknowledge packets at once (TCP_QUICKACK)")
 
 
-def run(options: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> BenchReport:
     """Run the load.
 
     Raises:
@@ -132,7 +262,9 @@ def run(options: argparse.Namespace) -> Report:
         burst_figures, burst_samples = uvloop.run(_measure_burst(options, server, load, scale))
         figures |= burst_figures
         samples |= burst_samples
-    return Report(name="serve", config=load, samples=samples, figures=figures, problems=totals.problems())
+    return BenchReport(
+        name="serve", config=load, samples=samples, figures=figures, problems=totals.problems()
+    )
 
 
 def _settle(options: argparse.Namespace, server: FrontendAddress, rows: list[TraceRow]) -> dict[str, Any]:
@@ -171,11 +303,11 @@ def _settle(options: argparse.Namespace, server: FrontendAddress, rows: list[Tra
 
 async def _measure(
     options: argparse.Namespace, server: FrontendAddress, load: dict[str, Any], rows: list[TraceRow]
-) -> tuple[Totals, Scale]:
+) -> tuple[Totals, PromptScale]:
     client = _client(options, server)
-    totals = Totals(Slo(options.slo_ttft, options.slo_itl))
+    totals = Totals(BenchTargets(options.slo_ttft, options.slo_itl))
 
-    async def send(planned: Planned, due_s: float | None) -> None:
+    async def send(planned: PlannedRequest, due_s: float | None) -> None:
         totals.add(await client.send(_body(load, planned), due_s))
 
     try:
@@ -197,13 +329,13 @@ async def _measure(
 
 
 async def _measure_burst(
-    options: argparse.Namespace, server: FrontendAddress, load: dict[str, Any], scale: Scale
+    options: argparse.Namespace, server: FrontendAddress, load: dict[str, Any], scale: PromptScale
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
     prompts = Prompts(options.seed, scale)
 
     def make_body(number: int) -> bytes:
         prompt = prompts.unique(number, load["input_tokens"] or _BURST_TOKENS)
-        return _body(load, Planned(prompt, load["output_tokens"] or _BURST_TOKENS))
+        return _body(load, PlannedRequest(prompt, load["output_tokens"] or _BURST_TOKENS))
 
     return await measure_burst(
         lambda: _client(options, server),
@@ -215,7 +347,7 @@ async def _measure_burst(
 
 
 def _client(options: argparse.Namespace, server: FrontendAddress) -> Client:
-    address = Address.parse(server.url, _ENDPOINTS[options.endpoint])
+    address = ServerAddress.parse(server.url, _ENDPOINTS[options.endpoint])
     return Client(
         address,
         timeout_s=options.timeout,
@@ -225,7 +357,7 @@ def _client(options: argparse.Namespace, server: FrontendAddress) -> Client:
     )
 
 
-def _plan(load: dict[str, Any], prompts: Prompts, rows: list[TraceRow]) -> Iterator[Planned]:
+def _plan(load: dict[str, Any], prompts: Prompts, rows: list[TraceRow]) -> Iterator[PlannedRequest]:
     lengths = (load["input_tokens"], load["output_tokens"])
     if rows:
         plan = replay(rows, prompts, speed=load["speed"], input_max=lengths[0], output_max=lengths[1])
@@ -236,7 +368,7 @@ def _plan(load: dict[str, Any], prompts: Prompts, rows: list[TraceRow]) -> Itera
     return itertools.islice(plan, load["requests"])
 
 
-def _body(load: dict[str, Any], planned: Planned) -> bytes:
+def _body(load: dict[str, Any], planned: PlannedRequest) -> bytes:
     """Encode a request with an exact output length (by the common extensions `min_tokens` and `ignore_eos`)."""
     prompt: dict[str, Any] = (
         {"messages": [{"role": "user", "content": planned.prompt}]}
@@ -257,7 +389,7 @@ def _body(load: dict[str, Any], planned: Planned) -> bytes:
     )
 
 
-async def _probe(client: Client, load: dict[str, Any]) -> Scale:
+async def _probe(client: Client, load: dict[str, Any]) -> PromptScale:
     """Send two requests for one token: check the server, and fit its token counts.
 
     Raises:
@@ -266,18 +398,18 @@ async def _probe(client: Client, load: dict[str, Any]) -> Scale:
     """
     counted = []
     for prompt in PROBES:
-        exchange = await client.send(_body(load, Planned(prompt, output_tokens=1)))
+        exchange = await client.send(_body(load, PlannedRequest(prompt, output_tokens=1)))
         _raise_for(exchange, load)
         counted.append(exchange.usage.prompt_tokens if exchange.usage else 0)
     short, long = counted
-    return Scale.fit((short, long)) if short else _UNKNOWN_SCALE
+    return PromptScale.fit((short, long)) if short else _UNKNOWN_SCALE
 
 
-def _raise_for(exchange: Exchange, load: dict[str, Any]) -> None:
+def _raise_for(exchange: MeasuredRequest, load: dict[str, Any]) -> None:
     failure, message = exchange.failure, exchange.message
     if failure is None:
         return
-    if failure == Failure.CONNECT:
+    if failure == RequestFailure.CONNECT:
         raise Unavailable(f"--url: {load['url']}: nobody answers ({message}); is the server started?")
     if failure in ("http_401", "http_403"):
         raise ConfigError(f"--api-key: {load['url']} answers {failure.removeprefix('http_')}: {message}")

@@ -36,8 +36,13 @@ from penstock.frontend.limits.keys import read_tenants
 from penstock.graph import DEMO_MODEL, Graph, Overrides, load
 from penstock.graph.partners import check_counts, say_empty, say_small_kv
 from penstock.runtime.tls import PlaneTls
-from penstock.sim.break_even import say_break_even
-from penstock.sim.deployment import hardware_hint, plan_deployment, simulated_roles, simulated_shape
+from penstock.sim.deployment import (
+    hardware_hint,
+    plan_deployment,
+    say_break_even,
+    simulated_roles,
+    simulated_shape,
+)
 
 EXIT_NO_COMMAND = 2
 

@@ -25,12 +25,12 @@ from penstock.deploy.state import PLANNER_LOG, state_dir
 from penstock.graph import Graph, Overrides, Slo, build
 from penstock.graph.capacities import make_capacity
 from penstock.planner.config import PlannerConfig
-from penstock.planner.decide.decision import Decision
-from penstock.planner.estimate import slo as estimate
-from penstock.planner.explain.entries import Entry, Round, Run, decode, read_entries
-from penstock.planner.explain.record import DecisionRecord, Expected, RoleSeen, Seen
-from penstock.planner.explain.replay import Replay, Replayed
+from penstock.planner.decider import ScalingDecision
+from penstock.planner.decision_log import Entry, LoggedRound, LoggedRun, decode, read_entries
+from penstock.planner.demand import SloTargets
 from penstock.planner.policy import Policy
+from penstock.planner.record import DecisionRecord, Expected, SeenDeployment, SeenRole
+from penstock.planner.replay import LogReplay, ReplayedRound
 
 _LAST = 20
 _OTHER = {
@@ -127,12 +127,12 @@ def clock(time_s: float, *, with_date: bool = False) -> str:
     return local.strftime("%Y-%m-%d %H:%M:%S" if with_date else "%H:%M:%S")
 
 
-def line(entry: Round) -> str:
+def line(entry: LoggedRound) -> str:
     """Format a round in one line."""
     return f"{clock(entry.time_s)}  {entry.record.number:>5}  {entry.record.outcome:<7}  {entry.record.explain()}"
 
 
-def folded(entry: Round) -> str:
+def folded(entry: LoggedRound) -> str:
     """Say how many rounds before this one are not in the log; empty if none."""
     if not entry.like_before:
         return ""
@@ -140,7 +140,7 @@ def folded(entry: Round) -> str:
     return f"{'':8}  {'':>5}  {rounds} more came to the same"
 
 
-def paragraphs(entry: Round, role: Role | None = None) -> Iterator[str]:
+def paragraphs(entry: LoggedRound, role: Role | None = None) -> Iterator[str]:
     """Format all that is known of a round, or of one role in it."""
     record = entry.record
     yield f"round {record.number} at {clock(entry.time_s, with_date=True)}: {_OUTCOMES[record.outcome]}"
@@ -182,7 +182,7 @@ def _did(record: DecisionRecord) -> list[str]:
     return said
 
 
-def _decided(record: DecisionRecord, decision: Decision, role: Role | None) -> list[str]:
+def _decided(record: DecisionRecord, decision: ScalingDecision, role: Role | None) -> list[str]:
     said = []
     for term in decision.terms:
         if role is not None and term.role is not role:
@@ -204,7 +204,7 @@ def _decided(record: DecisionRecord, decision: Decision, role: Role | None) -> l
     return said
 
 
-def _asked(decision: Decision) -> str:
+def _asked(decision: ScalingDecision) -> str:
     expected, slo = decision.expected, decision.slo
     late = [
         f"{name} {value * 1e3:.1f} ms now"
@@ -228,7 +228,7 @@ def _expected(each: Expected) -> str:
     return f"{each.series} {each.mean:.4g}, {each.low:.4g} to {each.high:.4g} ({each.method}{error}{cold})"
 
 
-def _seen(seen: Seen, decision: Decision | None) -> str:
+def _seen(seen: SeenDeployment, decision: ScalingDecision | None) -> str:
     parts = [f"{seen.arrivals_per_s:.2f} requests/s in {seen.seconds:.0f} s"]
     percentile = "" if decision is None else f" p{decision.slo.percentile:g}"
     latencies = (("TTFT", seen.ttft_s), ("TTFT at decode workers", seen.decode_ttft_s), ("ITL", seen.itl_s))
@@ -244,7 +244,7 @@ def _seen(seen: Seen, decision: Decision | None) -> str:
     return ", ".join(parts)
 
 
-def _workers(seen: RoleSeen) -> str:
+def _workers(seen: SeenRole) -> str:
     cold = f" ({seen.cold} ready for a short time)" if seen.cold else ""
     steps = "" if seen.step_s is None else f", steps of {seen.step_s * 1e3:.1f} ms"
     factor = "" if seen.factor == 1 else f", {seen.factor:.2f} times as long as predicted"
@@ -339,7 +339,7 @@ def show_why(path: Path, which: str | None, *, as_json: bool) -> None:
     _print(paragraphs(entry, role))
 
 
-def _find(rounds: list[Round], which: str | None, role: Role | None, path: Path) -> Round:
+def _find(rounds: list[LoggedRound], which: str | None, role: Role | None, path: Path) -> LoggedRound:
     if which is None or role is not None:
         changed = [entry for entry in rounds if _changes(entry, role)]
         known = {each for entry in rounds for each in entry.record.now}
@@ -356,7 +356,7 @@ def _find(rounds: list[Round], which: str | None, role: Role | None, path: Path)
     )
 
 
-def _changes(entry: Round, role: Role | None) -> bool:
+def _changes(entry: LoggedRound, role: Role | None) -> bool:
     record = entry.record
     if role is None:
         return record.is_change
@@ -364,9 +364,9 @@ def _changes(entry: Round, role: Role | None) -> bool:
     return record.is_change and wanted is not None and wanted != record.now.get(role)
 
 
-def _by_number(rounds: list[Round], number: int, path: Path) -> Round:
+def _by_number(rounds: list[LoggedRound], number: int, path: Path) -> LoggedRound:
     """Give the latest round of this number, or the one that it came to the same as."""
-    before: Round | None = None
+    before: LoggedRound | None = None
     found = None
     for entry in rounds:
         if entry.record.number == number:
@@ -380,7 +380,7 @@ def _by_number(rounds: list[Round], number: int, path: Path) -> Round:
     return found
 
 
-def _by_time(rounds: list[Round], found: re.Match[str], which: str, path: Path) -> Round:
+def _by_time(rounds: list[LoggedRound], found: re.Match[str], which: str, path: Path) -> LoggedRound:
     """Give the last round before a time; without a date, of the last 24 hours."""
     date, hour, minute, second = found.groups()
     now = datetime.fromtimestamp(wall_time_s(), tz=UTC).astimezone()
@@ -407,11 +407,11 @@ def _by_time(rounds: list[Round], found: re.Match[str], which: str, path: Path) 
     return before[-1]
 
 
-def _rounds(entries: Iterable[Entry]) -> Iterator[Round]:
-    return (entry for entry in entries if isinstance(entry, Round))
+def _rounds(entries: Iterable[Entry]) -> Iterator[LoggedRound]:
+    return (entry for entry in entries if isinstance(entry, LoggedRound))
 
 
-def _lines(entries: Iterable[Round], *, as_json: bool) -> Iterator[str]:
+def _lines(entries: Iterable[LoggedRound], *, as_json: bool) -> Iterator[str]:
     for entry in entries:
         if as_json:
             yield msgspec.json.encode(entry).decode()
@@ -443,7 +443,7 @@ def replay(path: Path, overrides: Overrides, *, as_json: bool) -> int:
     """
     graphs: dict[float, Graph] = {}
 
-    def graph_of(run: Run) -> Graph:
+    def graph_of(run: LoggedRun) -> Graph:
         if run.time_s not in graphs:
             if not run.graph:
                 raise ConfigError(f"{path}: has no graph, so that nothing is known of the workers")
@@ -451,16 +451,16 @@ def replay(path: Path, overrides: Overrides, *, as_json: bool) -> int:
             graphs[run.time_s] = build(run.graph, overrides, source=str(path))
         return graphs[run.time_s]
 
-    again = Replay(
+    again = LogReplay(
         lambda run: _policy(graph_of(run), Path(run.model_dir)),
         cool_down_s=lambda run: _settings(graph_of(run)).cool_down_s,
     )
     versions: set[str] = set()
-    total, differing = 0, list[Replayed]()
+    total, differing = 0, list[ReplayedRound]()
 
     def entries() -> Iterator[Entry]:
         for entry in read_entries(path):
-            if isinstance(entry, Run):
+            if isinstance(entry, LoggedRun):
                 versions.add(entry.version)
             yield entry
 
@@ -489,11 +489,11 @@ def _policy(graph: Graph, model_dir: Path) -> Policy:
         make_capacity(role, spec, model_dir=model_dir, block_size=graph.block_size, budget=config.budget)
         for role, spec in graph.roles.present().items()
     ]
-    targets = estimate.Slo(ttft_s=slo.ttft_s, itl_s=slo.itl_s, percentile=slo.percentile)
+    targets = SloTargets(ttft_s=slo.ttft_s, itl_s=slo.itl_s, percentile=slo.percentile)
     return Policy(config, targets, capacities)
 
 
-def _json(each: Replayed) -> str:
+def _json(each: ReplayedRound) -> str:
     record = each.round.record
     fields = {
         "number": record.number,
@@ -506,7 +506,7 @@ def _json(each: Replayed) -> str:
     return msgspec.json.encode(fields).decode()
 
 
-def _differences(differing: Sequence[Replayed]) -> Iterator[str]:
+def _differences(differing: Sequence[ReplayedRound]) -> Iterator[str]:
     for each in differing[:_SHOWN]:
         record = each.round.record
         roles = [role for role in each.target if each.target[role] != record.target.get(role)]
@@ -521,7 +521,7 @@ def _differences(differing: Sequence[Replayed]) -> Iterator[str]:
         yield f"and {len(differing) - _SHOWN} more rounds"
 
 
-def _summary(total: int, differing: int, again: Replay, versions: set[str]) -> Iterator[str]:
+def _summary(total: int, differing: int, again: LogReplay, versions: set[str]) -> Iterator[str]:
     skipped = f", {again.skipped} without a decision" if again.skipped else ""
     by = ", ".join(sorted(versions))
     yield f"{total} rounds of penstock {by}: {total - differing} the same, {differing} not{skipped}"

@@ -15,7 +15,7 @@ from penstock.core.config import nearest
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import Replica, ReplicaState, Role, Scale
 from penstock.deploy.control.local_connector import FrontendAddress, find_deployment
-from penstock.planner.observe.observation import Observation
+from penstock.planner.observation import Observation
 from penstock.router.dispatch.worker_changes import RoleChanged, StateChanged
 from penstock.seams import ScalingConnector
 

@@ -15,7 +15,7 @@ from penstock.engine.paged.checkpoint import Checkpoint, refuse_absent
 from penstock.engine.registry import engine_kind
 from penstock.frontend.text.models import ServedModel, text_files
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
-from penstock.perf.model.catalogue import known_shapes
+from penstock.perf.model_config import known_shapes
 
 _CONFIGS = ("generation_config.json", "config.json")
 """Files that frontends may fetch from a worker, beside those that make texts."""

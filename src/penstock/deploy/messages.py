@@ -12,7 +12,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.instances import ModelCard, Role
 from penstock.core.wire import Wire
 from penstock.kv.host_arena import HostPart
-from penstock.planner.explain.record import Expected
+from penstock.planner.record import Expected
 from penstock.runtime.observations import Window
 
 WINDOW_S = 1.0

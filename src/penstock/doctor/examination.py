@@ -21,9 +21,15 @@ from penstock.doctor.findings import (
     TransportFinding,
 )
 from penstock.doctor.host import inspect_host
-from penstock.doctor.memories import PROCESS_KINDS, STORAGE_KINDS, Memories
-from penstock.doctor.neighbour import NETWORKED, neighbour
-from penstock.doctor.probe import Figures, measure
+from penstock.doctor.transfers import (
+    NETWORKED,
+    PROCESS_KINDS,
+    STORAGE_KINDS,
+    Figures,
+    Memories,
+    measure,
+    neighbour,
+)
 from penstock.seams import Storage, Transport
 from penstock.transfer import MemoryKind, Peer, Registration, RemoteRegion, TransferAgent, TransferConfig
 from penstock.transfer.default_transports import default_transports

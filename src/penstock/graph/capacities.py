@@ -9,15 +9,13 @@ from penstock.engine.registry import MOCK_BLOCKS, engine_kind
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.graph.engine_prices import engine_prices, make_roofline, with_step_size
 from penstock.graph.role import Roles, RoleSpec
-from penstock.perf.model.hardware import Hardware, find_hardware
-from penstock.perf.model.model_config import load_shape
-from penstock.perf.model.parallel import Parallel
-from penstock.perf.model.shape import ModelShape
-from penstock.perf.profile.profile import LinearPrior, Profile, ProfiledModel
-from penstock.perf.roofline.speculation import price_per_token
-from penstock.planner.config import Budget, PlannerConfig, kinds_of
-from penstock.planner.decide.capacity import Capacity
-from penstock.planner.decide.worker_model import WorkerModel
+from penstock.perf.hardware import Hardware, find_hardware
+from penstock.perf.model_config import load_shape
+from penstock.perf.model_shape import ModelShape, Parallel
+from penstock.perf.profile import LinearPrior, Profile, ProfiledModel
+from penstock.perf.roofline import price_per_token
+from penstock.planner.capacity import Capacity, WorkerModel
+from penstock.planner.config import PlannerBudget, PlannerConfig, kinds_of
 
 _CPU_KV_BYTES = 1 << 30
 """KV of a paged engine on a CPU where the graph does not say."""
@@ -32,13 +30,11 @@ def hardware_of(spec: RoleSpec) -> Hardware:
     return find_hardware(spec.hardware).model_copy(update=given)
 
 
-def cost_of(spec: RoleSpec, budget: Budget | None) -> float:
-    """Give what one worker of a role costs in the unit of a budget; in GPUs without one."""
+def cost_of(spec: RoleSpec, budget: PlannerBudget | None) -> float:
+    """Give what one worker of a role costs in the unit of a budget; in GPUs without a budget."""
     if budget is None or budget.gpus is not None:
         return spec.devices
-    hardware = hardware_of(spec)
-    each = hardware.watts if budget.watts is not None else hardware.usd_per_hour
-    return spec.devices * each
+    return spec.devices * hardware_of(spec).usd_per_hour
 
 
 def make_capacity(
@@ -47,7 +43,7 @@ def make_capacity(
     *,
     model_dir: Path,
     block_size: int,
-    budget: Budget | None = None,
+    budget: PlannerBudget | None = None,
     shape: ModelShape | None = None,
 ) -> Capacity:
     """Make the capacity of a role's workers: by the profile, by a mock engine's settings, or by the roofline.

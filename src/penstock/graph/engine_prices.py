@@ -6,16 +6,12 @@ from pathlib import Path
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Prices, Role
 from penstock.graph.role import RoleSpec
-from penstock.perf.latency import LatencyModel
-from penstock.perf.model.hardware import Dtype, find_hardware
-from penstock.perf.model.model_config import load_shape
-from penstock.perf.model.parallel import Parallel
-from penstock.perf.model.shape import ModelShape
-from penstock.perf.profile.profile import Profile, ProfiledModel
-from penstock.perf.published import publish
-from penstock.perf.roofline.roofline import Roofline
-from penstock.perf.roofline.speculation import price_per_token
-from penstock.perf.step_size import saturating_tokens
+from penstock.perf.hardware import Dtype, find_hardware
+from penstock.perf.latency import LatencyModel, publish, saturating_tokens
+from penstock.perf.model_config import load_shape
+from penstock.perf.model_shape import ModelShape, Parallel
+from penstock.perf.profile import Profile, ProfiledModel
+from penstock.perf.roofline import Roofline, price_per_token
 
 _NAMED = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 

@@ -23,7 +23,7 @@ from penstock.graph.partners import check_partners, check_transfer
 from penstock.graph.regions import REGIONS_MAX, RegionSpec, check_regions
 from penstock.graph.role import Roles, RoleSpec
 from penstock.graph.runtime import RuntimeSpec
-from penstock.perf.profile.profile import Profile
+from penstock.perf.profile import Profile
 from penstock.planner.config import PlannerConfig
 from penstock.router.config import RouterConfig
 from penstock.runtime.config import PlaneConfig, TracingConfig

@@ -16,7 +16,7 @@ from penstock.engine.registry import check_engine_name, engine_kind, engine_name
 from penstock.engine.scheduling.config import AGEING, Order
 from penstock.graph.kubernetes import KubernetesSpec
 from penstock.kv.sessions.config import SessionsConfig
-from penstock.perf.model.hardware import find_hardware
+from penstock.perf.hardware import find_hardware
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "mxfp4", "nvfp4"]
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
@@ -33,7 +33,7 @@ def _known_hardware(name: str) -> str:
 
 
 HardwareName = Annotated[str, pydantic.AfterValidator(_known_hardware)]
-"""A device type, by its name in `penstock.perf.model.hardware`."""
+"""A device type, by its name in `penstock.perf.hardware`."""
 
 
 class RoleSpec(Config):
@@ -54,11 +54,11 @@ class RoleSpec(Config):
     engine_args: dict[str, Any] = pydantic.Field(default_factory=dict)
     """Arguments of the engine by its own names, as vLLM's `gpu_memory_utilization`; the engine refuses those that it does not know."""
     hardware: HardwareName = "cpu"
-    """Device type of a worker, by its name in `penstock.perf.model.hardware`."""
+    """Device type of a worker, by its name in `penstock.perf.hardware`."""
     usd_per_hour: float | None = pydantic.Field(default=None, gt=0, le=1000)
     """Price of one device in US dollars per hour; None is the catalogue's. For simulations and the planner's budget."""
     watts: float | None = pydantic.Field(default=None, gt=0, le=100_000)
-    """Power of one device with its share of host, network and cooling, in watts; None is the catalogue's. For simulations and the planner's budget."""
+    """Power of one device with its share of host, network and cooling, in watts; None is the catalogue's. For simulations."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """Devices over which each layer's weights are split."""
     pipeline_parallel: int = pydantic.Field(default=1, ge=1)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from penstock.core.log import get_logger
 from penstock.core.types.events import Tier
-from penstock.perf.least_squares import fit_non_negative
+from penstock.perf.latency import fit_non_negative
 from penstock.seams.kv import KvTier
 
 _WEIGHT = 0.2

@@ -7,10 +7,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.perf.search.search import Layout
-from penstock.plan.processes import Processes
+from penstock.perf.search import Layout
 from penstock.plan.question import Question
-from penstock.plan.trial import Effort, Proposal, predicted, requests_of_run, try_layout, weight
+from penstock.plan.trial import Effort, Processes, Proposal, predicted, requests_of_run, try_layout, weight
 
 OnProgress = Callable[[int, int], None]
 USUAL = Effort(requests=500, precision=0.03, step=1.06, layouts=3)
@@ -37,7 +36,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlanAnswer:
     """`proposals` are ranked, best first; at least one."""
 
     question: Question
@@ -61,7 +60,7 @@ def find_answer(
     with_curve: bool = False,
     kept: Sequence[Proposal] = (),
     on_progress: OnProgress = lambda _done, _total: None,
-) -> Answer:
+) -> PlanAnswer:
     """Search layouts, and simulate the most promising ones.
 
     Args:
@@ -106,7 +105,7 @@ def find_answer(
     found += map(predicted, too_large)
     if not found:
         raise ConfigError(question.why_not())
-    return Answer(question, tuple(sorted(found, key=_rank)), curve)
+    return PlanAnswer(question, tuple(sorted(found, key=_rank)), curve)
 
 
 def promising(question: Question, layouts: Sequence[Layout], effort: Effort) -> list[Layout]:

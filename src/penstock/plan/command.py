@@ -13,16 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from penstock.graph import DEMO_MODEL
-from penstock.perf.model.catalogue import known_shapes
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.search.demand import Demand
-from penstock.plan.answer import Answer, OnProgress, find_answer
-from penstock.plan.graph_text import graph_text
-from penstock.plan.page import make_page
-from penstock.plan.processes import Processes
-from penstock.plan.question import Question
-from penstock.plan.report import describe, make_report, rows
-from penstock.sim.report.outputs import check_outputs, put_out
+from penstock.perf.hardware import find_hardware
+from penstock.perf.model_config import known_shapes
+from penstock.perf.pool import Demand
+from penstock.plan.answer import OnProgress, PlanAnswer, find_answer
+from penstock.plan.question import Question, graph_text
+from penstock.plan.report import describe, make_page, make_report, rows
+from penstock.plan.trial import Processes
+from penstock.sim.outputs import check_outputs, put_out
 
 _FILE_COLUMNS = 1000
 
@@ -80,7 +78,7 @@ def _name(model: str) -> str:
     return model if model in {*known_shapes(), DEMO_MODEL} or not path.exists() else str(path.resolve())
 
 
-def _print_table(answer: Answer) -> None:
+def _print_table(answer: PlanAnswer) -> None:
     head, *body = rows(answer)
     table = Table(title=describe(answer), title_justify="left")
     for number, name in enumerate(head):

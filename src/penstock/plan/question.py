@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import yaml
+
 from penstock.core.errors import ConfigError
 from penstock.demo import MODEL_DIR
-from penstock.graph import DEMO_MODEL, RoleSpec, Slo
+from penstock.graph import DEMO_MODEL, Graph, RoleSpec, Slo, build
 from penstock.graph.engine_prices import make_roofline
-from penstock.perf.model.catalogue import find_shape
-from penstock.perf.model.hardware import Hardware
-from penstock.perf.model.parallel import Parallel, parallelisms
-from penstock.perf.model.shape import ModelShape
-from penstock.perf.roofline.factors import Factors
-from penstock.perf.roofline.roofline import Roofline
-from penstock.perf.search.demand import Demand
-from penstock.perf.search.search import LayoutSearch
+from penstock.perf.hardware import Hardware
+from penstock.perf.model_config import find_shape
+from penstock.perf.model_shape import ModelShape, Parallel, parallelisms
+from penstock.perf.pool import Demand
+from penstock.perf.roofline import Factors, Roofline
+from penstock.perf.search import Layout, LayoutSearch, RoleLayout
 
 DEVICES_MAX = 1024
 BLOCK_SIZE = 64
@@ -198,3 +198,49 @@ def _holds(model: Roofline, tokens: int) -> bool:
 def _check_number(flag: str, value: int, most: int) -> None:
     if not 1 <= value <= most:
         raise ConfigError(f"{flag}: must be >= 1 and <= {most:,}, got {value:,}")
+
+
+_RUNNING_MAX = 1024
+
+
+def graph_of(question: Question, layout: Layout) -> Graph:
+    """Build the graph of a layout."""
+    return build(graph_data(question, layout))
+
+
+def graph_data(question: Question, layout: Layout) -> dict[str, Any]:
+    """Build the graph of a layout as plain data."""
+    router: dict[str, Any] = {"policy": "kv"}
+    if layout.is_disaggregated:
+        prefill, decode = layout.role_layouts
+        rate = question.link_bytes_per_s(prefill.parallel, decode.parallel)
+        router["disagg"] = {"link_bytes_per_s": rate}
+    return {
+        "name": "plan",
+        "model": question.model,
+        "block_size": BLOCK_SIZE,
+        "router": router,
+        "roles": {
+            role_layout.role.value: _role(question, role_layout) for role_layout in layout.role_layouts
+        },
+        "slo": question.slo.model_dump(),
+    }
+
+
+def graph_text(question: Question, layout: Layout, note: str) -> str:
+    """Format the graph as YAML, with the lines of `note` as comments above it."""
+    said = "".join(f"# {line}\n" for line in note.splitlines())
+    return said + yaml.safe_dump(graph_data(question, layout), sort_keys=False)
+
+
+def _role(question: Question, role_layout: RoleLayout) -> dict[str, Any]:
+    model, demand = question.price(role_layout.parallel), question.demand
+    each = model.kv_held_tokens(demand.input_tokens + demand.output_tokens)
+    room = int(model.kv_capacity_tokens / each) // role_layout.parallel.dp
+    in_step = role_layout.max_batch_tokens // model.verified_tokens
+    return question.role(
+        role_layout.parallel,
+        replicas=role_layout.workers,
+        max_batch_tokens=role_layout.max_batch_tokens,
+        max_running_requests=max(min(room, in_step, _RUNNING_MAX), 1),
+    )

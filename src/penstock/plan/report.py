@@ -1,20 +1,22 @@
-"""An answer as text, table rows and JSON."""
+"""An answer as text, as a table, and as a page: tokens/s per user against tokens/s per GPU."""
 
+import html
 from typing import Any
 
-from penstock.perf.search.search import Layout, RoleLayout
-from penstock.plan.answer import Answer
-from penstock.plan.graph_text import graph_data
-from penstock.plan.question import parallel_name
+import numpy as np
+
+from penstock.perf.search import Layout, RoleLayout
+from penstock.plan.answer import PlanAnswer
+from penstock.plan.question import graph_data, parallel_name
 from penstock.plan.trial import Proposal
-from penstock.sim.report.charts import say_s
+from penstock.sim.charts import Chart, ChartLine, Dots, XAxis, chart_grid, make_document, say_s
 
 _HEAD = (
     "#", "deployment", "GPUs", "requests/s", "requests/s a GPU", "tokens/s a GPU", "TTFT", "TPOT", "KV headroom", "by",
 )  # fmt: skip
 
 
-def describe(answer: Answer) -> str:
+def describe(answer: PlanAnswer) -> str:
     """Give two lines: the question, and the gain of disaggregation."""
     question, demand = answer.question, answer.question.demand
     return (
@@ -24,7 +26,7 @@ def describe(answer: Answer) -> str:
     )
 
 
-def gain(answer: Answer) -> str:
+def gain(answer: PlanAnswer) -> str:
     """Compare the best aggregated with the best disaggregated layout."""
     aggregated, disaggregated = answer.best_of(disaggregated=False), answer.best_of(disaggregated=True)
     if disaggregated is None and answer.question.demand.output_tokens == 1:
@@ -41,12 +43,12 @@ def name_layout(layout: Layout) -> str:
     return " + ".join(map(_name_role_layout, layout.role_layouts))
 
 
-def rows(answer: Answer) -> list[tuple[str, ...]]:
+def rows(answer: PlanAnswer) -> list[tuple[str, ...]]:
     """Give the rows of the ranked table, header first."""
     return [_HEAD, *(_row(answer, number, each) for number, each in enumerate(answer.proposals, start=1))]
 
 
-def make_report(answer: Answer) -> dict[str, Any]:
+def make_report(answer: PlanAnswer) -> dict[str, Any]:
     """Make the JSON report, as documented in docs/plan.md."""
     question = answer.question
     demand = question.demand
@@ -70,7 +72,7 @@ def make_report(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _figures(answer: Answer, proposal: Proposal) -> dict[str, Any]:
+def _figures(answer: PlanAnswer, proposal: Proposal) -> dict[str, Any]:
     seen, devices = proposal.seen, answer.question.devices
     return {
         "name": name_layout(proposal.layout),
@@ -88,12 +90,12 @@ def _figures(answer: Answer, proposal: Proposal) -> dict[str, Any]:
     }
 
 
-def _tokens_per_s(answer: Answer, rate_per_s: float) -> float:
+def _tokens_per_s(answer: PlanAnswer, rate_per_s: float) -> float:
     """Give output tokens per second and device, counting unused devices too."""
     return rate_per_s * answer.question.demand.output_tokens / answer.question.devices
 
 
-def _row(answer: Answer, number: int, proposal: Proposal) -> tuple[str, ...]:
+def _row(answer: PlanAnswer, number: int, proposal: Proposal) -> tuple[str, ...]:
     seen, devices = proposal.seen, answer.question.devices
     return (
         str(number),
@@ -111,3 +113,52 @@ def _row(answer: Answer, number: int, proposal: Proposal) -> tuple[str, ...]:
 
 def _name_role_layout(role_layout: RoleLayout) -> str:
     return f"{role_layout.workers} {role_layout.role} ({parallel_name(role_layout.parallel)}, {role_layout.max_batch_tokens:,} tokens a step)"
+
+
+_AGGREGATED, _DISAGGREGATED = 0, 1
+
+
+def make_page(answer: PlanAnswer) -> str:
+    """Make the page, one HTML file that opens offline."""
+    heading, gained = describe(answer).split("\n")
+    head, *body = rows(answer)
+    cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in body)
+    return make_document(
+        heading,
+        f'<p class="about">{html.escape(gained)}</p>{chart_grid([pareto(answer)])}'
+        f'<h2>In numbers</h2><div class="table"><table><tr>{cells}</tr>{lines}</table></div>',
+    )
+
+
+def pareto(answer: PlanAnswer) -> Chart:
+    """Chart tokens/s per device over tokens/s per user; dots are simulated layouts."""
+    question = answer.question
+    tokens = question.demand.output_tokens / question.devices
+    dots = [
+        Dots(
+            np.array([1 / proposal.seen.itl_s]),
+            np.array([proposal.seen.rate_per_s * tokens]),
+            _DISAGGREGATED if proposal.layout.is_disaggregated else _AGGREGATED,
+        )
+        for proposal in answer.proposals
+        if proposal.is_simulated and proposal.seen.itl_s > 0
+    ]
+    return Chart(
+        "Output tokens/s a GPU over tokens/s a user",
+        f"{question.model} on {question.devices} {question.hardware.name}: lines predicted, dots simulated",
+        np.array([point.user_tokens_per_s for point in answer.curve]),
+        [
+            ChartLine(
+                "aggregated", np.array([p.aggregated_per_s * tokens for p in answer.curve]), _AGGREGATED
+            ),
+            ChartLine(
+                "disaggregated",
+                np.array([p.disaggregated_per_s * tokens for p in answer.curve]),
+                _DISAGGREGATED,
+            ),
+        ],
+        unit="tokens/s",
+        dots=dots,
+        x_axis=XAxis.PLAIN,
+    )

@@ -19,28 +19,26 @@ def kinds_of(roles: AbstractSet[Role]) -> list[frozenset[Role]]:
     return [kind for kind in _KINDS if kind <= roles]
 
 
-class Budget(Config):
+class PlannerBudget(Config):
     """What all workers together may cost, in one unit."""
 
     gpus: int | None = pydantic.Field(default=None, ge=1)
     """GPUs, or CPU cores of workers that compute on cores."""
     usd_per_hour: float | None = pydantic.Field(default=None, gt=0)
     """US dollars per hour, by the price of each role's hardware."""
-    watts: float | None = pydantic.Field(default=None, gt=0)
-    """Watts, by the power of each role's hardware with its share of the host."""
 
     @pydantic.model_validator(mode="after")
     def _check_unit(self) -> Self:
         given = self.model_dump(exclude_none=True)
         if len(given) != 1:
             named = ", ".join(given) or "none"
-            raise wrong(f"must be in one of gpus, usd_per_hour or watts, got {named}")
+            raise wrong(f"must be in one of gpus or usd_per_hour, got {named}")
         return self
 
     @property
     def amount(self) -> float:
         """The budget in its unit."""
-        return next(value for value in (self.gpus, self.usd_per_hour, self.watts) if value is not None)
+        return next(value for value in (self.gpus, self.usd_per_hour) if value is not None)
 
 
 class WorkerBounds(Config):
@@ -76,7 +74,7 @@ class PlannerConfig(Config):
     """Most workers of each role."""
     roles: dict[Role, WorkerBounds] = pydantic.Field(default_factory=dict)
     """Bounds of single roles, as `{decode: {max_workers: 12}}`."""
-    budget: Budget | None = None
+    budget: PlannerBudget | None = None
     """What all workers together may cost, as `{gpus: 16}`; None is no limit beside `max_workers`."""
     react_period_s: float = pydantic.Field(default=5.0, ge=0.1, le=600)
     """Seconds between two looks at queued requests and latencies, which add workers at once. Demand is forecast in intervals of two of them, of 1 to 10 s: shorter ones follow faster, and have more noise."""

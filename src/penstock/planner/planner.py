@@ -10,19 +10,16 @@ import msgspec
 from penstock.core.errors import PenstockError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
-from penstock.planner.act.actor import Actor, ActorConfig, Look
+from penstock.planner.actor import Actor, ActorConfig, Look
+from penstock.planner.capacity import Capacity
 from penstock.planner.config import PlannerConfig, kinds_of
-from penstock.planner.damp.damping import Damped
-from penstock.planner.damp.warm import warm
-from penstock.planner.decide.capacity import Capacity
-from penstock.planner.decide.decision import Decision
-from penstock.planner.estimate.estimator import Estimator
-from penstock.planner.estimate.expected_demand import ExpectedDemand
-from penstock.planner.estimate.slo import Slo
-from penstock.planner.estimate.worker_watts import WorkerWatts
-from penstock.planner.explain.record import DecisionRecord, Expected, RoleSeen, Seen
-from penstock.planner.observe.observation import Observation, WorkerView
+from penstock.planner.damping import Damped, warm
+from penstock.planner.decider import ScalingDecision
+from penstock.planner.demand import ExpectedDemand, SloTargets
+from penstock.planner.estimator import Estimator
+from penstock.planner.observation import Observation, ObservedWorker
 from penstock.planner.policy import Policy
+from penstock.planner.record import DecisionRecord, Expected, SeenDeployment, SeenRole
 from penstock.runtime.observations import Digest
 from penstock.seams import ScalingConnector
 
@@ -58,7 +55,7 @@ class Planner:
         observe: Observe,
         *,
         config: PlannerConfig,
-        slo: Slo,
+        slo: SloTargets,
         capacities: Sequence[Capacity],
         policy: Policy | None = None,
         by: str = BY,
@@ -106,8 +103,6 @@ class Planner:
             horizon_s=self._horizon_s,
             season_s=config.season_s,
         )
-        in_watts = config.budget is not None and config.budget.watts is not None
-        self._watts = WorkerWatts({each.role: each.cost for each in capacities}) if in_watts else None
         self._number = 0
         self._interval_since_s: float | None = None
         self._floor_s = -math.inf
@@ -145,8 +140,6 @@ class Planner:
         await self._take_intervals(now_s)
         views = warm(recent.workers, self._config.cold_s)
         self._estimator.learn_steps(views, recent.seconds)
-        if self._watts is not None:
-            self._watts.learn(views)
         is_floor = self._begin_floor(now_s, look, recent)
         self._number += 1
         record = DecisionRecord(
@@ -160,7 +153,6 @@ class Planner:
             rigid=self._actor.rigid,
             overdue=look.overdue,
             is_dry=self._config.act.dry_run,
-            watts=self._watts.measured if self._watts else {},
         )
         if not recent.frontends:
             record = await self._act_blind(record, look)
@@ -174,7 +166,6 @@ class Planner:
                 now=record.now,
                 room=record.room,
                 factors={role: factor.value for role, factor in self._estimator.factors.items()},
-                prices=record.watts,
             )
             record = await self._act(record, look, recent, decision)
         self._say(record)
@@ -202,7 +193,7 @@ class Planner:
         )
 
     async def _act(
-        self, record: DecisionRecord, look: Look, recent: Observation, decision: Decision
+        self, record: DecisionRecord, look: Look, recent: Observation, decision: ScalingDecision
     ) -> DecisionRecord:
         """Damp the decision and carry it out; gives the whole record."""
         if look.held:
@@ -292,9 +283,9 @@ class Planner:
 
     # -- explain
 
-    def _seen(self, recent: Observation, views: Sequence[WorkerView]) -> Seen:
+    def _seen(self, recent: Observation, views: Sequence[ObservedWorker]) -> SeenDeployment:
         demand, share = recent.demand, self._slo.percentile / 100
-        return Seen(
+        return SeenDeployment(
             seconds=recent.seconds,
             arrivals_per_s=demand.arrivals_per_s,
             finished_per_s=demand.finished_per_s,
@@ -344,11 +335,11 @@ class Planner:
 
 
 def _role_seen(
-    role: Role, workers: Sequence[WorkerView], warm_ones: Sequence[WorkerView], factor: float
-) -> RoleSeen:
+    role: Role, workers: Sequence[ObservedWorker], warm_ones: Sequence[ObservedWorker], factor: float
+) -> SeenRole:
     steps = Digest.merged(worker.step_s for worker in workers)
     uses = [worker.gpu for worker in workers if worker.gpu is not None]
-    return RoleSeen(
+    return SeenRole(
         role=role,
         workers=len(workers),
         cold=sum(worker not in warm_ones for worker in workers),

@@ -3,17 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 
 from penstock.core.types.instances import Role
+from penstock.planner.capacity import Capacity
 from penstock.planner.config import PlannerConfig, kinds_of
-from penstock.planner.damp.damper import DamperConfig
-from penstock.planner.damp.damping import Damped, Damping
-from penstock.planner.decide.capacity import Capacity
-from penstock.planner.decide.decider import Decider, cheapest
-from penstock.planner.decide.decision import Decision
-from penstock.planner.estimate.expected_demand import ExpectedDemand
-from penstock.planner.estimate.slo import Slo
+from penstock.planner.damping import Damped, DamperConfig, Damping
+from penstock.planner.decider import Decider, ScalingDecision, cheapest
+from penstock.planner.demand import ExpectedDemand, SloTargets
 
 Room = Mapping[Role, int | None]
 """Workers of each role that may be added now; None is no known limit. Roles that it does not name find none."""
@@ -27,7 +23,7 @@ _SWITCH = 0.85
 class Policy:
     """Gives equal answers to equal questions in the same order. One task owns it; the caller gives the times."""
 
-    def __init__(self, config: PlannerConfig, slo: Slo, capacities: Sequence[Capacity]) -> None:
+    def __init__(self, config: PlannerConfig, slo: SloTargets, capacities: Sequence[Capacity]) -> None:
         """Check the settings.
 
         Args:
@@ -58,10 +54,8 @@ class Policy:
         self._kind: frozenset[Role] | None = None
         """The roles in use, of several kinds; the others' workers leave or change roles."""
         self._switched_s = -math.inf
-        self._prices: dict[Role, float] = {}
-        """Measured costs of a worker."""
-        self._decided_by: tuple[object, list[Decider]] | None = None
-        """Factors of step times with measured costs, and the deciders by them."""
+        self._decided_by: tuple[dict[Role, float], list[Decider]] | None = None
+        """Factors of step times, and the deciders with these factors."""
         self._deciders({})
 
     def decide(
@@ -72,8 +66,7 @@ class Policy:
         now: Mapping[Role, int],
         room: Room,
         factors: Mapping[Role, float],
-        prices: Mapping[Role, float] | None = None,
-    ) -> Decision:
+    ) -> ScalingDecision:
         """Decide for each kind of deployment; another kind than the present one has to be clearly cheaper.
 
         Args:
@@ -82,9 +75,7 @@ class Policy:
             now: workers that count.
             room: workers that may be added.
             factors: measured over predicted step times; 1 for roles that it does not name.
-            prices: what a worker costs in the unit of the budget, where that was measured.
         """
-        self._prices = dict(prices or {})
         most, gpus_max = self._most(now, room), self._gpus_max(now, room)
         found = [
             decider.decide(expected, now, most=most, gpus_max=gpus_max) for decider in self._deciders(factors)
@@ -104,7 +95,7 @@ class Policy:
     def damp(
         self,
         at_s: float,
-        decision: Decision,
+        decision: ScalingDecision,
         *,
         now: Mapping[Role, int],
         start_s: float,
@@ -133,7 +124,7 @@ class Policy:
         if self._config.budget is None:
             return damped
         target, why = dict(damped.target), list(damped.why)
-        costs = {each.role: self._prices.get(each.role, each.cost) for each in self._capacities}
+        costs = {each.role: each.cost for each in self._capacities}
         over = sum(costs[role] * count for role, count in target.items()) - self._config.budget.amount
         for role in sorted(target, key=lambda role: now.get(role, 0) - target[role]):  # the most added first
             added = target[role] - now.get(role, 0)
@@ -150,16 +141,13 @@ class Policy:
         Raises:
             ConfigError: the budget pays no replica of each role.
         """
-        by = (dict(factors), self._prices)
+        by = dict(factors)
         if self._decided_by is None or by != self._decided_by[0]:
             self._decided_by = by, [self._decider(kind, factors) for kind in self._kinds]
         return self._decided_by[1]
 
     def _decider(self, kind: AbstractSet[Role], factors: Mapping[Role, float]) -> Decider:
-        own = [replace(each, price=self._cost(each)) for each in self._capacities if each.role in kind]
-        if self._config.budget and sum(each.cost for each in own) > self._config.budget.amount:
-            # One of each costs more than was thought before they were measured; they run all the same.
-            own = [capacity for capacity in self._capacities if capacity.role in kind]
+        own = [capacity for capacity in self._capacities if capacity.role in kind]
         whole = sum(capacity.cost * self._config.bounds(capacity.role)[1] for capacity in own)
         return Decider(
             capacities=tuple(capacity.slower(factors.get(capacity.role, 1.0)) for capacity in own),
@@ -167,9 +155,6 @@ class Policy:
             budget=self._config.budget.amount if self._config.budget else whole,
             hysteresis=self._config.act.hysteresis,
         )
-
-    def _cost(self, capacity: Capacity) -> float | None:
-        return self._prices.get(capacity.role, capacity.price)
 
     def _most(self, now: Mapping[Role, int], room: Room) -> dict[Role, int]:
         """Bound each role by its settings and by the room that there is."""

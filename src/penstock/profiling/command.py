@@ -15,12 +15,19 @@ from rich.table import Table
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import check_writable, write_whole
-from penstock.perf.profile.profile import Profile
-from penstock.profiling.cells import Cell
-from penstock.profiling.page import make_page
-from penstock.profiling.plan import QUICK, SweepConfig
+from penstock.perf.profile import Profile
 from penstock.profiling.profiler import OnProgress, ProfileRequest, make_profile
-from penstock.profiling.tables import FIT_COLUMNS, HELD_OUT_COLUMNS, about, fit_rows, held_out_rows, verdict
+from penstock.profiling.report import (
+    FIT_COLUMNS,
+    HELD_OUT_COLUMNS,
+    about,
+    fit_rows,
+    held_out_rows,
+    make_page,
+    verdict,
+)
+from penstock.profiling.sweep import QUICK, SweepConfig
+from penstock.profiling.target import Cell
 
 _LISTS = ("prompt_tokens", "contexts", "batches")
 _PAGE_SUFFIXES = {".html", ".htm"}

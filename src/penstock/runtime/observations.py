@@ -124,12 +124,10 @@ class GpuUse(Wire, frozen=True):
 
     Attributes:
         watts: what they draw, without the host.
-        limit_watts: the most that they may draw.
         utilization: share of the time in which they computed, 0 to 1, their mean.
     """
 
     watts: float
-    limit_watts: float
     utilization: float
 
     @staticmethod
@@ -139,7 +137,6 @@ class GpuUse(Wire, frozen=True):
             return None
         return GpuUse(
             watts=sum(use.watts for use in uses) / len(uses),
-            limit_watts=uses[-1].limit_watts,
             utilization=sum(use.utilization for use in uses) / len(uses),
         )
 
@@ -247,15 +244,14 @@ class GpuMeter:
     def read(self) -> GpuUse | None:
         """Read all GPUs; None if one cannot be read. Takes some milliseconds."""
         nvml = self._nvml
-        watts = limit_watts = busy = 0.0
+        watts = busy = 0.0
         try:
             for handle in self._handles:
                 watts += nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
-                limit_watts += nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
                 busy += nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
         except nvml.NVMLError:
             return None
-        return GpuUse(watts=watts, limit_watts=limit_watts, utilization=busy / len(self._handles))
+        return GpuUse(watts=watts, utilization=busy / len(self._handles))
 
     async def run(self) -> None:
         """Read each second until it is cancelled."""

@@ -5,11 +5,13 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -23,22 +25,112 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from penstock import __version__
 from penstock.core.document import parse_yaml
 from penstock.core.errors import ConfigError
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.overrides import SET
-from penstock.sim.deployment import Deployment, hardware_hint, plan_deployment
-from penstock.sim.report.charts import say_s
-from penstock.sim.report.figures import Run
-from penstock.sim.report.inputs import Inputs, mismatches
-from penstock.sim.report.outputs import check_outputs, put_out
-from penstock.sim.report.page import make_page
-from penstock.sim.report.report import make_report
-from penstock.sim.report.summary import summarize
-from penstock.sim.scaling.scaled_cluster import START_S
+from penstock.sim.charts import say_s
+from penstock.sim.deployment import RoleGroup, SimDeployment, hardware_hint, plan_deployment
+from penstock.sim.outputs import check_outputs, put_out
+from penstock.sim.page import SimulationRun, make_page
+from penstock.sim.report import make_report, summarize
+from penstock.sim.scaling import START_S
 from penstock.sim.simulate import OnProgress, simulate
-from penstock.sim.workload.trace import read_trace
-from penstock.sim.workload.workload import Session, WorkloadConfig, make_sessions, rescaled, trace_sessions
+from penstock.sim.trace import read_trace
+from penstock.sim.workload import SimSession, WorkloadConfig, make_sessions, rescaled, trace_sessions
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationInputs:
+    """Inputs beside the graph file.
+
+    workload:  workload file
+    changes:   graph fields set by flags, by dotted path
+    workload_flags: flags that change the workload, as given
+    profile:   profile of all engines; None for the roles' profiles or the roofline
+    start_s:   seconds that a worker takes to start, where the graph has a planner
+    """
+
+    workload: Path
+    seed: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    workload_flags: Mapping[str, Any] = field(default_factory=dict)
+    profile: Path | None = None
+    start_s: float = START_S
+
+    @property
+    def heading(self) -> str:
+        """Changes to the graph and the profile, as text; empty without any."""
+        said = [f"{place}={value}" for place, value in self.changes.items()]
+        if self.profile is not None:
+            said.append(f"engines on the profile {self.profile.name}")
+        return ", ".join(said)
+
+    def report(self, deployment: SimDeployment, graph_file: str) -> dict[str, Any]:
+        """Make the report's block `inputs`: file names without directories, devices of the decoding workers."""
+        graph, role_group = deployment.graph, deployment.decoding[0]
+        profile, file = role_group.profile, self.profile or role_group.spec.profile
+        return {
+            "version": __version__,
+            "workload": self.workload.name,
+            "workload_flags": dict(self.workload_flags),
+            "seed": self.seed,
+            "exact": deployment.exact,
+            "graph": Path(graph_file).name,
+            "set": dict(self.changes),
+            "policy": graph.router.policy,
+            "slo": None if graph.slo is None else graph.slo.model_dump(mode="json"),
+            "hardware": role_group.hardware.name,
+            "devices": deployment.devices,
+            "usd_per_hour": role_group.hardware.usd_per_hour,
+            "watts": role_group.hardware.watts,
+            "tokens_per_step": role_group.spec.tokens_per_step,
+            "worker_start_s": None if graph.planner is None else self.start_s,
+            "engine_profile": profile
+            and {
+                "file": file and Path(file).name,
+                "engine": profile.engine,
+                "model": profile.model,
+                "hardware": profile.hardware,
+                "tensor_parallel": profile.tensor_parallel,
+                "machine": profile.machine,
+            },
+        }
+
+
+def mismatches(deployment: SimDeployment) -> list[str]:
+    """List profiles whose model, hardware or parallelism differs from the deployment's."""
+    return [
+        text
+        for role_group in deployment.role_groups
+        if (text := _mismatch(role_group, deployment)) is not None
+    ]
+
+
+def _mismatch(role_group: RoleGroup, deployment: SimDeployment) -> str | None:
+    profile, role, graph = role_group.profile, role_group.spec, deployment.graph
+    if profile is None:
+        return None
+    names = {graph.model, Path(graph.model).name, graph.served_name, deployment.shape.name}
+    sides = (
+        ("model", profile.model, profile.model in names, graph.model),
+        (
+            "hardware",
+            profile.hardware,
+            profile.hardware == role_group.hardware.name,
+            role_group.hardware.name,
+        ),
+        (
+            "tensor_parallel",
+            profile.tensor_parallel,
+            profile.tensor_parallel == role.tensor_parallel,
+            role.tensor_parallel,
+        ),
+    )
+    differ = [f"{name} {theirs} for {ours}" for name, theirs, same, ours in sides if theirs and not same]
+    return f"the profile is of another engine: {', '.join(differ)}" if differ else None
+
 
 _SAMPLES = 300
 _FILE_COLUMNS = 1000
@@ -118,7 +210,7 @@ def _run(options: argparse.Namespace) -> int:
                 f"{name}: {num_too_long:,} of {num_prompts:,} prompts do not fit the context of {deployment.shape.context_length:,} tokens and"
                 " will fail; shorten the workload's prompts or take a model with a longer context"
             )
-    inputs = Inputs(
+    inputs = SimulationInputs(
         Path(options.workload),
         options.seed,
         overrides.assigned(),
@@ -166,8 +258,12 @@ def _worker_start_s(options: argparse.Namespace) -> float:
 
 
 def _simulate(
-    name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace, start_s: float
-) -> Run:
+    name: str,
+    deployment: SimDeployment,
+    sessions: list[SimSession],
+    options: argparse.Namespace,
+    start_s: float,
+) -> SimulationRun:
     is_sampled = options.html is not None or len(deployment.role_groups) > 1
     started_s = perf_counter()
     with _progress(name, sum(len(session.turns) for session in sessions)) as on_progress:
@@ -182,10 +278,10 @@ def _simulate(
     report = make_report(recording, deployment, deployment.graph.slo, wall_s=perf_counter() - started_s)
     for code, text in recording.example.items():
         _warn(f"{name}: {recording.failures[code]:,} requests failed with {code}, the first with: {text}")
-    return Run(name, deployment, recording, report)
+    return SimulationRun(name, deployment, recording, report)
 
 
-def _print_table(title: str, runs: list[Run]) -> None:
+def _print_table(title: str, runs: list[SimulationRun]) -> None:
     is_compared = len(runs) > 1
     expenses = {role_group.expenses for run in runs for role_group in run.deployment.role_groups}
     links = {link for run in runs if (link := run.deployment.link)}
@@ -213,7 +309,7 @@ def _print_table(title: str, runs: list[Run]) -> None:
     console.print(table)
 
 
-def _sample_interval_s(sessions: list[Session]) -> float:
+def _sample_interval_s(sessions: list[SimSession]) -> float:
     """Choose the sample interval: about `_SAMPLES` points per chart, and several for a burst."""
     return max(sessions[-1].at_s / _SAMPLES, 0.1)
 
@@ -250,7 +346,7 @@ def _blamed(path: str, graph: Graph, options: argparse.Namespace) -> Iterator[No
         raise ConfigError(whose + error.message + hardware_hint(graph, error.message)) from error
 
 
-def _load_sessions(options: argparse.Namespace, *, block_size: int) -> list[Session]:
+def _load_sessions(options: argparse.Namespace, *, block_size: int) -> list[SimSession]:
     """Read or generate the workload; prints the number of skipped lines."""
     path = Path(options.workload)
     if path.suffix in _SPEC_SUFFIXES:
@@ -270,7 +366,7 @@ def _load_sessions(options: argparse.Namespace, *, block_size: int) -> list[Sess
     return list(trace_sessions(trace, seed=options.seed, hit_ratio=options.hit_ratio, block_size=block_size))
 
 
-def _synthetic(path: Path, options: argparse.Namespace) -> list[Session]:
+def _synthetic(path: Path, options: argparse.Namespace) -> list[SimSession]:
     for name, otherwise in _ONLY_WITH_TRACE.items():
         if getattr(options, name) != otherwise:
             raise ConfigError(

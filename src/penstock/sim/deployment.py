@@ -1,7 +1,8 @@
 """Makes a simulated deployment from a graph: role groups and the cluster spec."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -11,24 +12,265 @@ from penstock.core.config import Config
 from penstock.core.errors import ConfigError
 from penstock.core.ids import RequestId
 from penstock.core.native import native
+from penstock.core.types.events import Tier
 from penstock.core.types.instances import ModelCard, Role
 from penstock.core.types.requests import Request
 from penstock.demo import MODEL_DIR
+from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
-from penstock.graph.engine_prices import make_latency
+from penstock.graph.capacities import hardware_of
+from penstock.graph.engine_prices import make_latency, make_roofline, with_step_size
 from penstock.graph.partners import check_counts
-from penstock.perf.model.catalogue import find_shape
-from penstock.perf.model.shape import ModelShape
-from penstock.perf.published import publish
+from penstock.kv.groups import ONE_TABLE, Windows
+from penstock.perf.hardware import Hardware
+from penstock.perf.latency import LatencyModel, publish
+from penstock.perf.model_config import find_shape
+from penstock.perf.model_shape import ModelShape
+from penstock.perf.profile import Profile, ProfiledModel
+from penstock.perf.roofline import Factors, Roofline, price_per_token
 from penstock.router.config import RouterConfig
 from penstock.runtime.config import PlaneConfig
-from penstock.sim.engine.timing import Pace
-from penstock.sim.role_group import RoleGroup, plan_role_group
-from penstock.sim.workload.prompt import Stream
-from penstock.sim.workload.workload import Session
-from penstock.sim.world.cluster import ClusterSpec, SimEngine, WorkerSpec
-from penstock.sim.world.network import NetworkConfig
+from penstock.sim.cluster import ClusterSpec, SimEngine, WorkerSpec
+from penstock.sim.engine import ExactEngine, JumpEngine
+from penstock.sim.engine_timing import VOCAB_SIZE, DecodePrices, HostPace, LowerTier, no_layout
+from penstock.sim.network import NetworkConfig
+from penstock.sim.workload import SimSession, SimStream, StreamOf
+
+_QUEUE_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RoleGroup:
+    """The workers of one role, all alike."""
+
+    role: Role
+    spec: RoleSpec
+    hardware: Hardware
+    latency: LatencyModel
+    prices: DecodePrices
+    """Decode sums of `latency`, with a cache shared by all workers and runs."""
+    block_size: int
+    num_blocks: int
+    context_length: int
+    arithmetic: str
+    """Calculation of the KV capacity, as text."""
+    remedy: str
+    """How to increase the KV capacity, as text."""
+    profile: Profile | None = None
+    """Measured profile of the engines; None is the roofline alone."""
+    windows: Windows = ONE_TABLE
+    """Sliding windows for which running requests hold blocks of their own."""
+    lower_tiers: tuple[LowerTier, ...] = ()
+    """(tier, blocks) of each tier below a worker's device, nearest first."""
+
+    @property
+    def place(self) -> str:
+        """Path in the graph, for error texts."""
+        return f"roles.{self.role}"
+
+    @property
+    def devices(self) -> int:
+        """Devices of all its workers."""
+        return self.spec.replicas * self.spec.devices
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, over all devices of a worker."""
+        return int(self.latency.kv_bytes_per_token) * self.block_size
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Network bandwidth of a KV transfer from a worker: the sum of the links of all devices that hold a part."""
+        spec = self.spec
+        reached = self.hardware.scale_out_bytes_per_s * Factors().collective_bandwidth
+        return reached * spec.tensor_parallel * spec.pipeline_parallel
+
+    @property
+    def expenses(self) -> str:
+        """Price and power of a device, as text."""
+        hardware = self.hardware
+        return f"{hardware.name} at {hardware.usd_per_hour:g} USD an hour and {hardware.watts:,g} W a device"
+
+    def check_fits(self, longest_tokens: int, what: str) -> None:
+        """Check that a request fits a worker's KV.
+
+        Args:
+            longest_tokens: most KV tokens of one request on this worker.
+            what: noun for the error text, such as "request".
+
+        Raises:
+            ConfigError: it does not fit; the text has the arithmetic.
+        """
+        budget = self.scheduler.prompt_budget
+        capacity = self.windows.tokens_beside(self.num_blocks, budget, self.block_size)
+        windows = ""
+        if self.windows.layers:
+            blocks = self.num_blocks - capacity // self.block_size
+            windows = f" beside {blocks:,} blocks for its windows in a step of {budget:,} tokens"
+        beneath = "; lower tiers hold only what does not run" if self.lower_tiers else ""
+        whose = "a worker" if self.role is Role.AGGREGATED else f"a {self.role} worker"
+        if longest_tokens > capacity:
+            raise ConfigError(
+                f"KV: the longest {what} has {longest_tokens:,} tokens, and {whose}'s KV holds {capacity:,}{windows}:"
+                f" {self.arithmetic}{beneath}; {self.remedy}, or take a shorter trace"
+            )
+
+    def make_engine(self, pace: HostPace, stream_of: StreamOf, *, exact: bool) -> SimEngine:
+        """Create one worker's engine.
+
+        Args:
+            pace: speed of its host.
+            stream_of: gives the block names of a request.
+            exact: run every step instead of jumping between events.
+        """
+        info = RunnerInfo(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            context_length=self.context_length,
+            vocab_size=VOCAB_SIZE,
+            kv_bytes_per_block=self.block_bytes,
+            kv_layout=no_layout(self.block_bytes, self.block_size, self.num_blocks),
+            windows=self.windows,
+        )
+        if exact:
+            return ExactEngine(
+                self.latency, info, self.scheduler, pace, stream_of, lower_tiers=self.lower_tiers
+            )
+        return JumpEngine(
+            self.latency,
+            info,
+            self.scheduler,
+            stream_of,
+            pace=pace,
+            prices=self.prices,
+            lower_tiers=self.lower_tiers,
+        )
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """Bounds of a worker's batch and queue."""
+        return SchedulerConfig.of_ranks(
+            self.spec.data_parallel,
+            max_batch_tokens=self.spec.max_batch_tokens,
+            max_running_requests=self.spec.max_running_requests,
+            max_waiting_requests=_QUEUE_MAX,
+            order=self.spec.prompt_order,
+            ageing=self.spec.prompt_ageing,
+            sessions=self.spec.sessions,
+            eviction=self.spec.kv.eviction,
+            tenant_share=self.spec.kv.tenant_share,
+            prefetched_requests=self.spec.kv.prefetch,
+        )
+
+
+def plan_role_group(
+    role: Role, spec: RoleSpec, shape: ModelShape, *, block_size: int, engine_profile: Path | None
+) -> RoleGroup:
+    """Make the role group of a role.
+
+    Args:
+        role: the role.
+        spec: the graph's settings.
+        shape: the model's shape.
+        block_size: tokens in a block.
+        engine_profile: profile that the simulated engines use, while the router keeps the graph's estimates.
+
+    Raises:
+        ConfigError: the role cannot be simulated, or does not fit its hardware.
+    """
+    spec = with_step_size(
+        role, spec, lambda: publish(make_latency(shape, spec), context_length=shape.context_length)
+    )
+    hardware = hardware_of(spec)
+    roofline = make_roofline(shape, spec)
+    latency: LatencyModel = price_per_token(roofline)
+    profile_path = engine_profile or spec.profile
+    profile = None if profile_path is None else Profile.load(Path(profile_path))
+    if profile is not None:
+        latency = ProfiledModel(profile, latency)
+    capacity = latency.kv_capacity_tokens
+    if profile is not None and profile.kv_capacity_tokens:
+        arithmetic = f"kv_capacity_tokens of the profile is {capacity:,}"
+        remedy = "set kv_blocks, or kv_capacity_tokens in the profile"
+    else:
+        arithmetic = _memory_arithmetic(roofline, spec)
+        remedy = "raise tensor_parallel or take hardware with more memory"
+    num_blocks = capacity // block_size
+    if spec.kv_blocks is not None:
+        if spec.kv_blocks > num_blocks and profile is None:
+            raise ConfigError(
+                f"roles.{role}.kv_blocks: {spec.kv_blocks} blocks of {block_size} tokens do not fit: "
+                f"{num_blocks} do, {arithmetic}"
+            )
+        num_blocks = spec.kv_blocks
+        arithmetic = f"{num_blocks} blocks of {block_size} tokens (kv_blocks)"
+        remedy = "raise kv_blocks"
+    if num_blocks < 2:
+        whose = "" if role is Role.AGGREGATED else f"roles.{role}: "
+        raise ConfigError(
+            f"{whose}KV: room for {num_blocks} blocks of {block_size} tokens, at least 2 are needed: {arithmetic};"
+            f" {remedy}"
+        )
+    return RoleGroup(
+        role,
+        spec,
+        hardware,
+        latency,
+        DecodePrices(latency, shape.context_length),
+        block_size,
+        num_blocks,
+        shape.context_length,
+        arithmetic,
+        remedy,
+        profile,
+        _windows(shape, roofline),
+        tuple(_lower_tiers(role, spec, num_blocks, latency.kv_bytes_per_token * block_size)),
+    )
+
+
+def _windows(shape: ModelShape, roofline: Roofline) -> Windows:
+    """Give the windows with blocks of their own; a model with windows alone keeps the whole context in one table."""
+    layers = Counter(window for window in shape.windows if window is not None)
+    whole = shape.layers - layers.total()
+    return Windows(tuple(sorted(layers.items())), whole) if roofline.frees_windows and whole else ONE_TABLE
+
+
+def _lower_tiers(role: Role, spec: RoleSpec, num_blocks: int, block_bytes: float) -> Iterator[LowerTier]:
+    for tier, size in spec.kv.present().items():
+        if not size:
+            raise ConfigError(
+                f"roles.{role}.kv.{tier}: {spec.kv.object.url} has no size, which a simulation needs; give it, as"
+                f" {spec.kv.object.url}:100GiB"
+            )
+        workers = _workers_on_a_host(spec) if tier is Tier.HOST else 1
+        try:
+            yield LowerTier(
+                tier,
+                size.shared_by(workers).blocks(num_blocks, block_bytes),
+                spec.kv.eviction_of(tier),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"roles.{role}.kv.{tier}: {error.message}") from error
+
+
+def _workers_on_a_host(spec: RoleSpec) -> int:
+    """Count the role's workers on the host with most of them; a worker without a named host has one of its own."""
+    hosts = Counter(spec.location_of(number).host for number in range(spec.replicas))
+    return max((count for host, count in hosts.items() if host), default=1)
+
+
+def _memory_arithmetic(roofline: Roofline, spec: RoleSpec) -> str:
+    memory_bytes = roofline.hardware.memory_bytes * roofline.factors.memory_fraction
+    text = (
+        f"{memory_bytes / 1e9:.1f} GB of a device less {roofline.weight_bytes_per_device() / 1e9:.1f} GB of weights,"
+        f" on {spec.devices} device{'s' if spec.devices > 1 else ''}, at {roofline.kv_bytes_per_token / 1e3:.1f} kB a token"
+    )
+    if roofline.kv_windows:
+        sizes = " and ".join(f"{window:,}" for window, _ in roofline.kv_windows)
+        text += f" beside sliding windows of {sizes} tokens for each request"
+    return text + (f" on {roofline.kv_copies:g} of them each" if roofline.kv_copies > 1 else "")
+
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -37,7 +279,7 @@ _WHOLE_ANSWER = 1 << 30  # credit window: bulk deltas are not split
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class SimDeployment:
     """A graph's role groups, with costs."""
 
     graph: Graph
@@ -93,7 +335,7 @@ class Deployment:
         ).bandwidth_bytes_per_s
         return f"KV moves at {bandwidth / 1e9:.3g} GB/s"
 
-    def check(self, sessions: Iterable[Session]) -> None:
+    def check(self, sessions: Iterable[SimSession]) -> None:
         """Check that every request fits each worker that may get it, and that its adapter exists.
 
         Raises:
@@ -124,12 +366,12 @@ class Deployment:
                 " are listed; list more, or lower the workload's adapters"
             )
 
-    def count_too_long(self, sessions: Iterable[Session]) -> int:
+    def count_too_long(self, sessions: Iterable[SimSession]) -> int:
         """Count the prompts that no worker takes because they leave no token of the context for an answer."""
         prompts = (turn.input_tokens for session in sessions for turn in session.turns)
         return sum(tokens >= self.shape.context_length for tokens in prompts)
 
-    def cluster_spec(self, streams: Mapping[RequestId, Stream]) -> ClusterSpec:
+    def cluster_spec(self, streams: Mapping[RequestId, SimStream]) -> ClusterSpec:
         """Make the cluster spec.
 
         Args:
@@ -138,11 +380,11 @@ class Deployment:
         graph = self.graph
         factors = chain(self.slowness, repeat(1.0))
 
-        def stream_of(request: Request) -> Stream:
+        def stream_of(request: Request) -> SimStream:
             return streams[request.request_id]
 
         def worker_spec(role_group: RoleGroup) -> WorkerSpec:
-            def make_engine(pace: Pace) -> SimEngine:
+            def make_engine(pace: HostPace) -> SimEngine:
                 pace.factor = next(factors)
                 return role_group.make_engine(pace, stream_of, exact=self.exact)
 
@@ -218,7 +460,7 @@ def warn_of_exact() -> None:
 
 def plan_deployment(
     graph: Graph, *, beside: Path, engine_profile: Path | None = None, exact: bool = False
-) -> Deployment:
+) -> SimDeployment:
     """Make the simulated deployment of a graph.
 
     Args:
@@ -245,7 +487,7 @@ def plan_deployment(
     for role_group in role_groups:
         _check_batch(role_group)
     _check_alike(role_groups)
-    return Deployment(graph, shape, role_groups, exact or native is None)
+    return SimDeployment(graph, shape, role_groups, exact or native is None)
 
 
 def _check_batch(role_group: RoleGroup) -> None:
@@ -275,4 +517,24 @@ def _check_alike(role_groups: tuple[RoleGroup, ...]) -> None:
             raise ConfigError(
                 f"{role_group.place}.adapters: must be those of {first.place}, as either may be asked for them, got"
                 f" {', '.join(role_group.spec.adapters) or 'none'} and {', '.join(first.spec.adapters) or 'none'}"
+            )
+
+
+_TOKENS = 8192
+_BYTES = 1 << 30
+
+
+def say_break_even(groups: Iterable[RoleGroup]) -> Iterator[str]:
+    """Say of each tier of each role what bandwidth pays, and what it has in simulation."""
+    for group in groups:
+        latency = group.latency
+        tokens_per_s = _TOKENS / latency.prefill_s(_TOKENS, 0)
+        needed = latency.kv_bytes_per_token * tokens_per_s
+        for kind in group.lower_tiers:
+            simulated = _BYTES / latency.onboard_s(_BYTES, kind.tier)
+            verdict = "" if simulated > needed else ", so it helps only behind long prefixes, or not at all"
+            yield (
+                f"roles.{group.role}.kv.{kind.tier}: loading pays above {needed / 1e9:.2g} GB/s"
+                f" ({latency.kv_bytes_per_token / 1e3:.3g} kB of KV a token x {tokens_per_s:,.0f} prompt tokens/s);"
+                f" simulated at {simulated / 1e9:.2g} GB/s{verdict}"
             )

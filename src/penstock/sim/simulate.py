@@ -23,15 +23,11 @@ from penstock.core.types.requests import Request, SamplingParams, SessionAction,
 from penstock.core.wire import PackedHashes, PackedTokens, num_tokens
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.runtime.observations import RequestRecorder
-from penstock.sim.counters import Counters
-from penstock.sim.deployment import SALT, Deployment
-from penstock.sim.loop.loop import run
-from penstock.sim.scaling.planning import Controller, planner_of
-from penstock.sim.scaling.record import ScalingRecord
-from penstock.sim.scaling.scaled_cluster import START_S, ScaledCluster
-from penstock.sim.workload.prompt import Prompt
-from penstock.sim.workload.workload import Session, Turn
-from penstock.sim.world.cluster import SimCluster, SimWorker
+from penstock.sim.cluster import SimCluster, SimWorker
+from penstock.sim.deployment import SALT, SimDeployment
+from penstock.sim.loop import run
+from penstock.sim.scaling import START_S, Controller, Counters, ScaledCluster, ScalingRecord, planner_of
+from penstock.sim.workload import SimPrompt, SimSession, Turn
 
 OnProgress = Callable[[int, float], None]
 _SAMPLES_MAX = 600
@@ -124,8 +120,8 @@ class Recording:
 
 
 def simulate(
-    deployment: Deployment,
-    sessions: Iterable[Session],
+    deployment: SimDeployment,
+    sessions: Iterable[SimSession],
     *,
     seed: int,
     on_progress: OnProgress | None = None,
@@ -175,7 +171,7 @@ def _rare_collections() -> Iterator[None]:
 class _Simulation:
     def __init__(
         self,
-        deployment: Deployment,
+        deployment: SimDeployment,
         rng: random.Random,
         on_progress: OnProgress | None,
         samples: Samples | None,
@@ -183,7 +179,7 @@ class _Simulation:
         self._deployment = deployment
         self._rng = rng
         self._on_progress = on_progress
-        self._streams: dict[RequestId, Prompt] = {}
+        self._streams: dict[RequestId, SimPrompt] = {}
         self._no_text = memoryview(b"")
         self._recording = Recording(samples=samples)
         self._numbers = 0
@@ -195,7 +191,7 @@ class _Simulation:
         return asyncio.get_running_loop()
 
     async def run(
-        self, sessions: Iterable[Session], controller: Controller | None, start_s: float
+        self, sessions: Iterable[SimSession], controller: Controller | None, start_s: float
     ) -> Recording:
         spec = self._deployment.cluster_spec(self._streams)
         async with SimCluster(spec, self._rng) as cluster:
@@ -221,7 +217,7 @@ class _Simulation:
 
     async def _serve(
         self,
-        sessions: Iterable[Session],
+        sessions: Iterable[SimSession],
         cluster: SimCluster,
         scaled: ScaledCluster | None = None,
         controller: Controller | None = None,
@@ -254,7 +250,7 @@ class _Simulation:
             onboarded = [sum(tier) for tier in zip_longest(onboarded, counters.onboarded_tokens, fillvalue=0)]
         self._recording.onboarded_tokens.extend(onboarded)
 
-    async def _run_all(self, sessions: Iterable[Session], cluster: SimCluster) -> None:
+    async def _run_all(self, sessions: Iterable[SimSession], cluster: SimCluster) -> None:
         loop = self._loop
         async with asyncio.TaskGroup() as group:
             for session in sessions:
@@ -271,7 +267,7 @@ class _Simulation:
             await asyncio.sleep(samples.interval_s)
             samples.take(self._loop.time() - self._start_s, cluster)
 
-    async def _run_session(self, session: Session, dispatchers: Sequence[Dispatcher]) -> None:
+    async def _run_session(self, session: SimSession, dispatchers: Sequence[Dispatcher]) -> None:
         """Send a session's turns, round-robin over the frontends."""
         name = f"s{self._numbers}"
         for turn in session.turns:
@@ -335,7 +331,7 @@ class _Simulation:
         recording.cached_tokens.append(stream.cached_tokens)
         recording.tenants.append(request.tenant)
 
-    def _make(self, request_id: RequestId, turn: Turn, session: Session) -> Request:
+    def _make(self, request_id: RequestId, turn: Turn, session: SimSession) -> Request:
         size, adapter = self._deployment.graph.block_size, session.adapter
         hashes = session.prompt.block_hashes(size, 0, turn.input_tokens // size)
         return Request(

@@ -13,7 +13,7 @@ from pathlib import Path
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--proxy-server=127.0.0.1:9", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr",
+    "--proxy-server=127.0.0.1:9", "--virtual-time-budget=5000", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr",
 ]  # fmt: skip
 
 
@@ -66,32 +66,42 @@ def show(path):
 
 
 class Charts(HTMLParser):
-    """Counts each chart's points, and keeps its read-out."""
+    """What the browser made of each chart, in the order of the page.
+
+    inks:     pixels that are drawn, as `COUNT_INK` counted them
+    readings: the legend, with the values under the pointer
+    """
 
     def __init__(self, dom):
         super().__init__()
-        self.points = []
+        self.inks = []
         self.readings = []
-        self._is_reading = False
+        self._is_legend = False
         self.feed(dom)
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
-        kinds = (attributes.get("class") or "").split()
-        if tag == "svg" and "chart" in kinds:
-            self.points.append(0)
-        if tag == "path" and {"line", "band"} & set(kinds):
-            self.points[-1] += len(set(re.findall(r"[\d.]+,[\d.]+", attributes["d"])))
-        if tag == "div" and "reading" in kinds:
-            self._is_reading = "hidden" not in attributes
+        if tag == "canvas":
+            self.inks.append(int(attributes["data-ink"]))
+        if tag == "table" and "u-legend" in (attributes.get("class") or "").split():
+            self._is_legend = True
             self.readings.append("")
-        elif tag == "p" and "legend" in kinds:
-            self._is_reading = False
 
     def handle_data(self, data):
-        if self._is_reading:
+        if self._is_legend:
             self.readings[-1] += data
 
     def handle_endtag(self, tag):
-        if tag == "div":
-            self._is_reading = False
+        if tag == "table":
+            self._is_legend = False
+
+
+COUNT_INK = """<script>
+setTimeout(() => {
+  for (const canvas of document.querySelectorAll("canvas")) {
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    canvas.dataset.ink = pixels.filter((value, index) => index % 4 === 3 && value > 200).length;
+  }
+}, 500);
+</script></body>"""
+"""Put in place of `</body>`, it notes at each canvas how many of its pixels are drawn."""

@@ -13,7 +13,7 @@ from penstock.deploy.hosts import host_link
 from penstock.deploy.hosts.connector import HostsConnector
 from penstock.deploy.hosts.planner_server import PlannerServer
 from penstock.deploy.messages import RoundCounts
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.observation import ObservationStream
 from tests.support.linked_hosts import identity, link, pool_of
 from tests.support.until import until
 

@@ -9,8 +9,8 @@ from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import ReplicaState, Role
 from penstock.deploy.hosts.kubernetes_connector import ROLES, KubernetesConnector
 from penstock.deploy.hosts.planner_server import PlannerServer
-from penstock.planner.act.actor import Actor
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.actor import Actor
+from penstock.planner.observation import ObservationStream
 from tests.support.linked_hosts import identity, link
 from tests.support.pods_of_roles import GRAPH, pods_of_roles
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import ReplicaState, Role
 from penstock.deploy.messages import Ready
-from penstock.sim.loop.loop import SimLoop
+from penstock.sim.loop import SimLoop
 from tests.support.scripted_pool import PoolScene, ScriptedProcess
 
 _ROLES = {

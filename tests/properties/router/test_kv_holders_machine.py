@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Holder, Tier
 from penstock.core.types.instances import KvHolder
 from penstock.core.wire import pack_hashes
-from penstock.sim.loop.loop import SimLoop
+from penstock.sim.loop import SimLoop
 from tests.support.cluster import MemoryCluster
 from tests.unit.router.fleet.test_kv_holders import SharingEngine
 

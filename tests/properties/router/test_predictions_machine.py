@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.router.index.predictions import Predictions
 from penstock.router.index.radix import RadixTree
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 
 TTL_S, SLOTS = 16.0, 3
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.core.types.instances import Prices
 from penstock.core.types.load import WorkerLoad
-from penstock.perf.online import FACTOR_MAX, FACTOR_MIN, Correction
+from penstock.perf.latency import FACTOR_MAX, FACTOR_MIN, Correction
 from penstock.router.workers.price_correction import PriceCorrection
 
 numbers = st.integers(0, 2**62)

@@ -12,7 +12,7 @@ from penstock.core.wire import pack_hashes
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import ContentMirror, EventPublisher
 from penstock.runtime.events.subscriber import EventSubscriber
-from penstock.sim.loop.loop import SimLoop
+from penstock.sim.loop import SimLoop
 
 TIERS = st.sampled_from([Tier.DEVICE, Tier.HOST])
 HASHES = st.integers(1, 8)

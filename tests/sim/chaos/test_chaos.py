@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import structlog
 
-from penstock.sim.chaos.chaos import Chaos, Fault, FaultKind
-from penstock.sim.chaos.trial import Trial, run_trial, small_spec
-from penstock.sim.loop.loop import run
-from penstock.sim.world.cluster import SimCluster
+from penstock.sim.chaos import Chaos, Fault, FaultKind
+from penstock.sim.chaos_trial import Trial, run_trial, small_spec
+from penstock.sim.cluster import SimCluster
+from penstock.sim.loop import run
 from tests.support.chaos import seeds
 
 HERE = Path(__file__).parent
@@ -141,7 +141,7 @@ def test_a_plan_happens_as_written():
 _TWO = """
 import logging, structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-from penstock.sim.chaos.trial import Trial, run_trial
+from penstock.sim.chaos_trial import Trial, run_trial
 print(run_trial(11), run_trial(12), run_trial(13, Trial(prefill_workers=2)))
 """
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 import structlog
 
-from penstock.sim.chaos.trial import Trial, run_trial
+from penstock.sim.chaos_trial import Trial, run_trial
 from tests.sim.chaos.mutants import CROWDED, DIRECT, HOLDING, MUTANTS, STEPS_FAIL, TIERED
 
 SEEDS = range(8)

@@ -8,11 +8,11 @@ import pytest
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
-from penstock.sim.chaos.invariants import StreamChecker
-from penstock.sim.chaos.trial import Trial, small_spec
-from penstock.sim.engine.timing import reference
-from penstock.sim.loop.loop import run
-from penstock.sim.world.cluster import SimCluster
+from penstock.sim.chaos import StreamChecker
+from penstock.sim.chaos_trial import Trial, small_spec
+from penstock.sim.cluster import SimCluster
+from penstock.sim.engine_timing import reference
+from penstock.sim.loop import run
 from tests.support.chaos import seeds
 
 WORKERS, STREAMS, TOKENS = 6, 24, 100

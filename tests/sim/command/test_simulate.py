@@ -1,11 +1,13 @@
 """`penstock simulate`: what it reports, that it repeats, and what it refuses."""
 
+import html
 import json
 import os
 import random
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,12 @@ from penstock import __version__
 from penstock.cli import main
 from penstock.core.errors import ConfigError
 from penstock.graph import Overrides, load
-from penstock.perf.model.catalogue import find_shape
+from penstock.perf.model_config import find_shape
 from penstock.sim.deployment import plan_deployment
-from penstock.sim.report.report import latencies_s
+from penstock.sim.network import NetworkConfig
+from penstock.sim.report import latencies_s
 from penstock.sim.simulate import simulate
-from penstock.sim.workload.workload import WorkloadConfig, make_sessions
-from penstock.sim.world.network import NetworkConfig
+from penstock.sim.workload import WorkloadConfig, make_sessions
 
 ROOT = Path(__file__).parents[3]
 GRAPHS = ROOT / "examples" / "graphs"
@@ -157,12 +159,14 @@ def test_the_page_stands_alone_and_draws_its_charts(tmp_path, spec):
         "Queue", "Running", "KV in use", "Cache hits", "Time to first token", "Time between tokens", "End to end",
         "Time to first token over time", "Goodput", "Output",
     ]  # fmt: skip
-    paths = [path for path in re.findall(r'<path class="(?:line|band) [^"]*" d="([^"]*)"', text) if path]
-    assert len(paths) > 3 * 8 + 8  # a worker that had no prompt has no hit ratio
-    for path in paths:
-        points = [tuple(map(float, point.split(","))) for point in re.findall(r"[\d.]+,[\d.]+", path)]
-        assert len(points) > 10
-        assert all(0 <= x <= 560 and 0 <= y <= 250 for x, y in points)
+    charts = [json.loads(html.unescape(text)) for text in re.findall(r'data-chart="([^"]*)"', text)]
+    series = [each for chart in charts for each in chart["series"] if any(y is not None for y in each["ys"])]
+    assert len(series) > 3 * 8 + 8  # a worker that had no prompt has no hit ratio
+    for chart in charts:
+        assert all(low <= high for low, high in pairwise(chart["xs"]))
+        for each in chart["series"]:
+            assert len(each["ys"]) == len(chart["xs"]) > 10
+            assert all(0 <= y <= chart["y_max"] for y in each["ys"] if y is not None)
 
 
 def test_requests_that_never_meet_take_what_the_latency_model_says(tmp_path):

@@ -12,9 +12,9 @@ from penstock.cli import main
 from penstock.core.errors import ConfigError
 from penstock.graph import build
 from penstock.sim.deployment import plan_deployment
-from penstock.sim.outcome import simulate_graph
+from penstock.sim.report import simulate_graph
 from penstock.sim.simulate import simulate
-from penstock.sim.workload.workload import WorkloadConfig, make_sessions
+from penstock.sim.workload import WorkloadConfig, make_sessions
 
 ROOT = Path(__file__).parents[3]
 GRAPHS = ROOT / "examples" / "graphs"

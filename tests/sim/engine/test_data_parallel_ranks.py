@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from penstock.graph import build
-from penstock.sim.deployment import Deployment, plan_deployment
-from penstock.sim.report.report import latencies_s
+from penstock.sim.deployment import SimDeployment, plan_deployment
+from penstock.sim.report import latencies_s
 from penstock.sim.simulate import simulate
-from penstock.sim.workload.trace import TraceRow
-from penstock.sim.workload.workload import trace_sessions
+from penstock.sim.trace import TraceRow
+from penstock.sim.workload import trace_sessions
 
 
-def wide(*, exact: bool = False, **settings: int) -> Deployment:
+def wide(*, exact: bool = False, **settings: int) -> SimDeployment:
     """Give the deployment of one worker of DeepSeek-R1's shape on eight H200, a copy of the attention each."""
     role = {
         "engine": "mock", "hardware": "h200", "data_parallel": 8, "expert_parallel": 8, "weight_dtype": "fp8",
@@ -29,7 +29,7 @@ def wide(*, exact: bool = False, **settings: int) -> Deployment:
 
 
 def measured_s(
-    deployment: Deployment, *lengths: int, output_tokens: int = 2
+    deployment: SimDeployment, *lengths: int, output_tokens: int = 2
 ) -> tuple[np.ndarray, np.ndarray]:
     """Give the times to the first token and to the last, sorted, of prompts that come at once."""
     rows = [TraceRow(0.0, length, output_tokens, ()) for length in lengths]

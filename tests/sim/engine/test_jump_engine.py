@@ -17,21 +17,16 @@ from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.groups import ONE_TABLE, Windows
+from penstock.perf.hardware import find_hardware
 from penstock.perf.latency import LatencyModel
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.model.model_config import shape_of
-from penstock.perf.model.parallel import Parallel
-from penstock.perf.profile.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
-from penstock.perf.roofline.factors import Factors
-from penstock.perf.roofline.roofline import Roofline
-from penstock.perf.roofline.speculation import price_per_token
-from penstock.sim.engine.engine import JumpEngine
-from penstock.sim.engine.exact import ExactEngine
-from penstock.sim.engine.prices import DecodePrices
-from penstock.sim.engine.timed_tier import LowerTier
-from penstock.sim.engine.timing import Pace
-from penstock.sim.loop.loop import run_virtual
-from penstock.sim.workload.workload import WorkloadConfig, make_sessions
+from penstock.perf.model_config import shape_of
+from penstock.perf.model_shape import Parallel
+from penstock.perf.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
+from penstock.perf.roofline import Factors, Roofline, price_per_token
+from penstock.sim.engine import ExactEngine, JumpEngine
+from penstock.sim.engine_timing import DecodePrices, HostPace, LowerTier
+from penstock.sim.loop import run_virtual
+from penstock.sim.workload import WorkloadConfig, make_sessions
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 SHAPE = {
@@ -168,7 +163,7 @@ def both(
         return JumpEngine(latency, info, scheduler, stream_of(work), pace=pace, lower_tiers=lower_tiers)
 
     async def run(make):
-        pace = Pace()
+        pace = HostPace()
         told = {"abort_every": abort_every, "retains": retains, "tenants": tenants}
         return await drive(make(pace), work, block_size, disturb=disturb(pace), **told)
 

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from penstock.core.types.events import Tier
-from penstock.perf.model.catalogue import find_shape
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.roofline.factors import Factors
-from penstock.perf.roofline.roofline import Roofline
-from penstock.sim.engine.timed_tier import LowerTier, TimedTier
-from penstock.sim.engine.timing import Pace
+from penstock.perf.hardware import find_hardware
+from penstock.perf.model_config import find_shape
+from penstock.perf.roofline import Factors, Roofline
+from penstock.sim.engine_timing import HostPace, LowerTier, TimedTier
 
 RATES = {Tier.HOST: 10e9, Tier.DISK: 5e9, Tier.OBJECT: 1e9}
 MODEL = Roofline(
@@ -42,7 +40,7 @@ def filled(pace, *prefixes):
 @pytest.mark.virtual
 async def test_loads_end_one_after_another_with_all_blocks():
     loop, ended = asyncio.get_running_loop(), []
-    tier = filled(Pace(), (1, 2), (3,))
+    tier = filled(HostPace(), (1, 2), (3,))
     assert tier.locate(hashes(1, 2, 9)) == 2
     started_s = loop.time()
     tier.load(hashes(1, 2), [0, 1], lambda count: ended.append((count, loop.time() - started_s)))
@@ -56,7 +54,7 @@ async def test_loads_end_one_after_another_with_all_blocks():
 @pytest.mark.virtual
 async def test_a_cancelled_load_ends_at_once_without_blocks_and_its_link_stays_busy():
     ended = []
-    tier = filled(Pace(), (1, 2))
+    tier = filled(HostPace(), (1, 2))
     load = tier.load(hashes(1, 2), [0, 1], ended.append)
     load.cancel()
     load.cancel()
@@ -69,7 +67,7 @@ async def test_a_cancelled_load_ends_at_once_without_blocks_and_its_link_stays_b
 
 @pytest.mark.virtual
 async def test_nothing_arrives_on_a_stopped_host_and_all_when_it_goes_on():
-    ended, pace = [], Pace()
+    ended, pace = [], HostPace()
     tier = filled(pace, (1,), (2,))
     tier.load(hashes(1), [0], ended.append)
     cancelled = tier.load(hashes(2), [1], lambda count: ended.append(("cancelled", count)))
@@ -83,7 +81,7 @@ async def test_nothing_arrives_on_a_stopped_host_and_all_when_it_goes_on():
 
 @pytest.mark.virtual
 async def test_the_blocks_unused_for_longest_make_room_and_a_load_keeps_its_own():
-    tier = tier_of(Pace(), num_blocks=3)
+    tier = tier_of(HostPace(), num_blocks=3)
     tier.offload(hashes(1, 2), range(2), None)
     tier.offload(hashes(3), range(1), None)
     tier.load(hashes(1), [0], lambda _count: None)

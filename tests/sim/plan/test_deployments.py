@@ -7,9 +7,9 @@ import pytest
 from benchmarks.simulated.deployments import SIMULATED
 from penstock.core.types.instances import Role
 from penstock.graph import Overrides, load
-from penstock.perf.model.parallel import Parallel
-from penstock.perf.profile.profile import Profile
-from penstock.perf.search.demand import Demand
+from penstock.perf.model_shape import Parallel
+from penstock.perf.pool import Demand
+from penstock.perf.profile import Profile
 from penstock.sim.deployment import plan_deployment
 
 ROOT = Path(__file__).parents[3]

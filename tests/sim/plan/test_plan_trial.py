@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.search.demand import Demand
-from penstock.plan.graph_text import graph_of
-from penstock.plan.question import Question
+from penstock.perf.hardware import find_hardware
+from penstock.perf.pool import Demand
+from penstock.plan.question import Question, graph_of
 from penstock.plan.trial import Effort, requests_of_run, simulate_rate, try_layout
 from penstock.sim.deployment import plan_deployment
 

@@ -14,11 +14,10 @@ import pytest
 
 from penstock.core.errors import RequestError
 from penstock.core.types.instances import ReplicaState, Role
-from penstock.planner.act.actor import Actor
-from penstock.planner.act.start_backoff import StartBackoff
-from penstock.planner.act.worker_changes import TimedChanges
-from penstock.planner.damp.damper import Damper
-from penstock.sim.loop.loop import run_virtual
+from penstock.planner.actor import Actor, StartBackoff
+from penstock.planner.damping import Damper
+from penstock.planner.memory_connector import TimedChanges
+from penstock.sim.loop import run_virtual
 from tests.support.planner_world import World
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE

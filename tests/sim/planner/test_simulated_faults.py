@@ -13,11 +13,10 @@ import pytest
 
 from penstock.core.types.instances import ReplicaState, Role
 from penstock.graph import build
-from penstock.planner.act.actor import Actor
-from penstock.planner.damp.damper import Damper
+from penstock.planner.actor import Actor
+from penstock.planner.damping import Damper
 from penstock.sim.deployment import plan_deployment
-from penstock.sim.scaling.cluster_changes import ClusterChanges
-from penstock.sim.scaling.planning import planner_of
+from penstock.sim.scaling import ClusterChanges, planner_of
 from penstock.sim.simulate import simulate
 from tests.sim.planner.test_simulated_planner import GRAPH, LONG, WORKER, stepped
 

@@ -10,9 +10,9 @@ from penstock.cli import main
 from penstock.core.types.instances import Role
 from penstock.graph import build
 from penstock.sim.deployment import plan_deployment
-from penstock.sim.report.report import make_report
+from penstock.sim.report import make_report
 from penstock.sim.simulate import simulate
-from penstock.sim.workload.workload import Session, WorkloadConfig, make_sessions
+from penstock.sim.workload import SimSession, WorkloadConfig, make_sessions
 
 A = Role.AGGREGATED
 WORKER = {"hardware": "h100", "tensor_parallel": 4}
@@ -26,7 +26,7 @@ GRAPH = {
 
 
 def later(seconds, sessions):
-    return [Session(seconds + each.at_s, each.turns, each.prompt) for each in sessions]
+    return [SimSession(seconds + each.at_s, each.turns, each.prompt) for each in sessions]
 
 
 def stepped(*steps, seed=1, output_tokens=64):

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from penstock.graph import Overrides, load
-from penstock.sim.deployment import Deployment, plan_deployment
+from penstock.sim.deployment import SimDeployment, plan_deployment
 from penstock.sim.simulate import simulate
-from penstock.sim.workload.prompt import Prompt, named, named_units
-from penstock.sim.workload.workload import Session, Turn
+from penstock.sim.workload import SimPrompt, SimSession, Turn, named, named_units
 
 GRAPHS = Path(__file__).parents[3] / "examples" / "graphs"
 SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 8_192, 256, 128
@@ -19,7 +18,7 @@ REQUESTS = 1_500
 pytestmark = pytest.mark.slow
 
 
-def served_by_one_per_s(deployment: Deployment) -> float:
+def served_by_one_per_s(deployment: SimDeployment) -> float:
     """Say how many requests a second one worker that has the prefix serves with its batch full."""
     context = SHARED_TOKENS + OWN_TOKENS + OUTPUT_TOKENS // 2
     step_s = deployment.role_groups[0].latency.decode_step_s(BATCH, BATCH * context)
@@ -27,13 +26,13 @@ def served_by_one_per_s(deployment: Deployment) -> float:
     return 1 / (step_s * OUTPUT_TOKENS / BATCH + prefill_s)
 
 
-def hot_sessions(rate_per_s: float) -> list[Session]:
+def hot_sessions(rate_per_s: float) -> list[SimSession]:
     rng = random.Random(1)
     shared = named_units(named(7, 1, 0), SHARED_TOKENS // 64)
     at_s, sessions = 0.0, []
     for number in range(REQUESTS):
         turn = Turn(SHARED_TOKENS + OWN_TOKENS, OUTPUT_TOKENS)
-        sessions.append(Session(at_s, (turn,), Prompt(named(7, 2, number), shared, 64)))
+        sessions.append(SimSession(at_s, (turn,), SimPrompt(named(7, 2, number), shared, 64)))
         at_s += rng.expovariate(rate_per_s)
     return sessions
 

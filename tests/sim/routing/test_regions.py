@@ -13,7 +13,7 @@ from penstock.engine.openai.health import Breaker
 from penstock.engine.openai.prefixes import AdvertisedPrefixes
 from penstock.graph import Overrides, load
 from penstock.sim.deployment import plan_deployment
-from penstock.sim.loop.loop import run
+from penstock.sim.loop import run
 
 GRAPH = Path("examples/graphs/70b-h100-fp8-tp2-x8.yaml")
 WORKERS, DAY_S = 6, 60.0

@@ -8,14 +8,13 @@ import pytest
 
 from penstock.graph import Overrides, load
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.sim.chaos.trial import _request, small_spec
+from penstock.sim.chaos_trial import _request, small_spec
+from penstock.sim.cluster import SimCluster
 from penstock.sim.deployment import plan_deployment
-from penstock.sim.loop.loop import run
-from penstock.sim.report.report import latencies_s
+from penstock.sim.loop import run
+from penstock.sim.report import latencies_s
 from penstock.sim.simulate import simulate
-from penstock.sim.workload.prompt import Prompt
-from penstock.sim.workload.workload import Session, Turn
-from penstock.sim.world.cluster import SimCluster
+from penstock.sim.workload import SimPrompt, SimSession, Turn
 
 GRAPH = Path(__file__).parents[3] / "examples" / "graphs" / "8b-h100-x8.yaml"
 BUNCH, BUNCHES, PAUSE_S = 8, 12, 3.0
@@ -25,8 +24,10 @@ def mean_ttft_s(*settings: str) -> float:
     """Play bunches of requests that come at the same moment, as a trace with coarse times has them."""
     rng = random.Random(7)
     sessions = [
-        Session(
-            number // BUNCH * PAUSE_S, (Turn(int(rng.lognormvariate(9, 0.8)), 40, 0.0),), Prompt(own=number)
+        SimSession(
+            number // BUNCH * PAUSE_S,
+            (Turn(int(rng.lognormvariate(9, 0.8)), 40, 0.0),),
+            SimPrompt(own=number),
         )
         for number in range(BUNCH * BUNCHES)
     ]

@@ -12,10 +12,10 @@ from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens
 from penstock.graph import load
 from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.sim.cluster import SimCluster
 from penstock.sim.deployment import SALT, plan_deployment
-from penstock.sim.loop.loop import run
-from penstock.sim.workload.prompt import Prompt
-from penstock.sim.world.cluster import SimCluster
+from penstock.sim.loop import run
+from penstock.sim.workload import SimPrompt
 from tests.support.scenes import scenes
 
 GRAPH = Path(__file__).parents[3] / "examples" / "graphs" / "8b-h100-x8.yaml"
@@ -26,7 +26,9 @@ pytestmark = pytest.mark.slow
 class Crowd:
     """So many clients that send one request after the other."""
 
-    def __init__(self, dispatcher: Dispatcher, streams: dict[RequestId, Prompt], rng: random.Random) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, streams: dict[RequestId, SimPrompt], rng: random.Random
+    ) -> None:
         self._dispatcher = dispatcher
         self._streams = streams
         self._rng = rng
@@ -36,7 +38,7 @@ class Crowd:
         while True:
             self._sent += 1
             request_id = RequestId(f"r{self._sent}")
-            prompt = self._streams[request_id] = Prompt(self._rng.getrandbits(63))
+            prompt = self._streams[request_id] = SimPrompt(self._rng.getrandbits(63))
             tokens, size = self._rng.randrange(100, 1000), DEPLOYMENT.graph.block_size
             request = Request(
                 request_id=request_id,
@@ -59,7 +61,7 @@ def run_scenario(scene: Scene, clients: int) -> None:
     """Have clients keep four workers busy while a scenario runs."""
 
     async def main(rng: random.Random) -> None:
-        streams: dict[RequestId, Prompt] = {}
+        streams: dict[RequestId, SimPrompt] = {}
         async with SimCluster(DEPLOYMENT.cluster_spec(streams), rng) as cluster:
             for number in range(4):
                 await cluster.start(f"worker-{number}")

@@ -13,13 +13,12 @@ from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens
 from penstock.graph import Overrides, load
 from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.sim.cluster import SimCluster
 from penstock.sim.deployment import SALT, plan_deployment
-from penstock.sim.loop.loop import run
-from penstock.sim.report.report import make_report
+from penstock.sim.loop import run
+from penstock.sim.report import make_report
 from penstock.sim.simulate import simulate
-from penstock.sim.workload.prompt import Prompt
-from penstock.sim.workload.workload import WorkloadConfig, make_sessions
-from penstock.sim.world.cluster import SimCluster
+from penstock.sim.workload import SimPrompt, WorkloadConfig, make_sessions
 
 GRAPH = Path(__file__).parents[3] / "examples" / "graphs" / "8b-h100-x8.yaml"
 TOKENS = 8_000
@@ -44,13 +43,13 @@ def ttfts_s(
     listed = [f"roles.aggregated.adapters=[{', '.join(names)}]"] if adapters else []
     graph = load(GRAPH, Overrides(["roles.aggregated.replicas=2", *listed, *settings]))
     deployment = plan_deployment(graph, beside=GRAPH.parent)
-    streams: dict[RequestId, Prompt] = {}
+    streams: dict[RequestId, SimPrompt] = {}
     waits_s: dict[str, list[float]] = {"flood": [], "quiet": []}
 
     async def ask(dispatcher: Dispatcher, tenant: str, number: int) -> None:
         loop, request_id = asyncio.get_running_loop(), RequestId(f"{tenant}-{number}")
         size = tokens if tenant == "flood" else TOKENS
-        prompt = streams[request_id] = Prompt(len(streams))
+        prompt = streams[request_id] = SimPrompt(len(streams))
         hashes = prompt.block_hashes(graph.block_size, 0, size // graph.block_size)
         request = Request(
             request_id=request_id,

@@ -3,26 +3,34 @@ import itertools
 
 import pytest
 
-from penstock.bench.load import Planned, poisson, replay, run_load, steady
-from penstock.bench.prompts import PROBES, Prompts, Scale
-from penstock.sim.workload.trace import TraceRow
+from penstock.bench.load import (
+    PROBES,
+    PlannedRequest,
+    Prompts,
+    PromptScale,
+    poisson,
+    replay,
+    run_load,
+    steady,
+)
+from penstock.sim.trace import TraceRow
 
-PROMPTS = Prompts(seed=1, scale=Scale(overhead_tokens=10, tokens_per_word=2))
+PROMPTS = Prompts(seed=1, scale=PromptScale(overhead_tokens=10, tokens_per_word=2))
 
 
 def test_the_scale_is_the_line_through_the_probes():
     short, long = (10 + 2 * len(probe.split()) for probe in PROBES)
-    scale = Scale.fit((short, long))
-    assert scale == Scale(10.0, 2.0)
+    scale = PromptScale.fit((short, long))
+    assert scale == PromptScale(10.0, 2.0)
     assert scale.words(100) == 50
-    assert Scale.fit((40, 40)).tokens_per_word > 0
+    assert PromptScale.fit((40, 40)).tokens_per_word > 0
 
 
 def test_prompts_have_the_wanted_length_and_share_nothing():
     first, second = PROMPTS.unique(0, 210), PROMPTS.unique(1, 210)
     assert len(first.split()) == len(second.split()) == 100
     assert first.split()[:8] != second.split()[:8]
-    assert first == Prompts(1, Scale(10, 2)).unique(0, 210)
+    assert first == Prompts(1, PromptScale(10, 2)).unique(0, 210)
     assert PROMPTS.unique(0, 1) != ""
 
 
@@ -59,7 +67,7 @@ def test_no_more_are_under_way_than_allowed_and_all_end():
         running -= 1
         ended.append((planned.prompt, due_s))
 
-    plan = (Planned(str(index), 1) for index in range(20))
+    plan = (PlannedRequest(str(index), 1) for index in range(20))
     asyncio.run(run_load(plan, send, concurrency=3, duration_s=None))
     assert most == 3
     assert sorted(ended) == sorted((str(index), None) for index in range(20))
@@ -72,7 +80,7 @@ def test_requests_are_sent_when_they_are_due_and_none_after_the_duration():
         sent.append((planned.prompt, due_s))
 
     async def run(duration_s):
-        plan = iter([Planned("a", 1, 0.0), Planned("b", 1, 0.01)])
+        plan = iter([PlannedRequest("a", 1, 0.0), PlannedRequest("b", 1, 0.01)])
         await run_load(plan, send, concurrency=9, duration_s=duration_s)
 
     asyncio.run(run(0.0))

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from penstock.bench.exchange import Exchange, Failure
-from penstock.bench.report import Report
-from penstock.bench.totals import Slo, Totals
+from penstock.bench.client import MeasuredRequest, RequestFailure
+from penstock.bench.report import BenchReport
+from penstock.bench.serve import BenchTargets, Totals
 from penstock.core.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def test_times_count_from_when_it_was_due():
-    exchange = Exchange(due_s=10.0, sent_s=10.5)
+    exchange = MeasuredRequest(due_s=10.0, sent_s=10.5)
     exchange.feed(_chat(""), 11.0)  # the role, without text
     exchange.feed(_chat("a"), 12.0)
     exchange.feed(_chat("b") + _chat("c"), 13.0)
@@ -45,7 +45,7 @@ def test_times_count_from_when_it_was_due():
     ],
 )
 def test_text_is_found_wherever_a_server_puts_it(event):
-    exchange = Exchange(due_s=0.0)
+    exchange = MeasuredRequest(due_s=0.0)
     exchange.feed(event + DONE, 1.0)
     exchange.finish(2.0)
     assert exchange.failure is None
@@ -56,16 +56,20 @@ def test_text_is_found_wherever_a_server_puts_it(event):
 @pytest.mark.parametrize(
     ("body", "failure", "message"),
     [
-        (_chat("a"), Failure.DISCONNECTED, "before its last event"),
-        (DONE, Failure.EMPTY, "no token"),
-        (b"data: {oops\n\n" + DONE, Failure.MALFORMED, "oops"),
-        (_chat("a") + _event({"error": {"message": "worker\nlost"}}), Failure.STREAM_ERROR, "worker lost"),
-        (_event({"error": "busy"}) + DONE, Failure.STREAM_ERROR, "busy"),
-        (b"x" * (1 << 21), Failure.MALFORMED, "an event of more than"),
+        (_chat("a"), RequestFailure.DISCONNECTED, "before its last event"),
+        (DONE, RequestFailure.EMPTY, "no token"),
+        (b"data: {oops\n\n" + DONE, RequestFailure.MALFORMED, "oops"),
+        (
+            _chat("a") + _event({"error": {"message": "worker\nlost"}}),
+            RequestFailure.STREAM_ERROR,
+            "worker lost",
+        ),
+        (_event({"error": "busy"}) + DONE, RequestFailure.STREAM_ERROR, "busy"),
+        (b"x" * (1 << 21), RequestFailure.MALFORMED, "an event of more than"),
     ],
 )
 def test_the_first_reason_of_a_failure_is_kept(body, failure, message):
-    exchange = Exchange(due_s=0.0)
+    exchange = MeasuredRequest(due_s=0.0)
     exchange.feed(body, 1.0)
     exchange.finish(2.0)
     assert exchange.failure == failure
@@ -80,15 +84,15 @@ def test_the_first_reason_of_a_failure_is_kept(body, failure, message):
     ],
 )
 def test_a_refusal_is_named_by_its_status(body, message):
-    exchange = Exchange(due_s=0.0)
+    exchange = MeasuredRequest(due_s=0.0)
     exchange.refuse(404, body)
     exchange.finish(1.0)
     assert exchange.failure == "http_404"
     assert exchange.message == message
 
 
-def _exchange(due_s=0.0, *, tokens=5, gap_s=0.1, ttft_s=0.5, per_chunk=1, failure=None) -> Exchange:
-    exchange = Exchange(due_s, sent_s=due_s + 0.001)
+def _exchange(due_s=0.0, *, tokens=5, gap_s=0.1, ttft_s=0.5, per_chunk=1, failure=None) -> MeasuredRequest:
+    exchange = MeasuredRequest(due_s, sent_s=due_s + 0.001)
     for chunk in range(tokens // per_chunk):
         exchange.feed(b'data: {"choices":[{"text":"a"}]}\n\n', due_s + ttft_s + chunk * gap_s)
     usage = f'data: {{"usage":{{"prompt_tokens":9,"completion_tokens":{tokens}}}}}\n\n'
@@ -100,7 +104,7 @@ def _exchange(due_s=0.0, *, tokens=5, gap_s=0.1, ttft_s=0.5, per_chunk=1, failur
 
 
 def test_rates_and_percentiles_are_of_what_succeeded():
-    totals = Totals(Slo())
+    totals = Totals(BenchTargets())
     for due_s in (0.0, 1.0):
         totals.add(_exchange(due_s))
     totals.add(_exchange(1.0, failure="http_429"))
@@ -121,7 +125,7 @@ def test_rates_and_percentiles_are_of_what_succeeded():
 
 
 def test_a_chunk_of_several_tokens_shares_its_gap():
-    totals = Totals(Slo())
+    totals = Totals(BenchTargets())
     totals.add(_exchange(tokens=8, per_chunk=2, gap_s=0.7))
     figures = totals.figures()
     assert figures["chunk_gap_ms_p50"] == pytest.approx(700)
@@ -132,11 +136,11 @@ def test_a_chunk_of_several_tokens_shares_its_gap():
 @pytest.mark.parametrize(
     ("slo", "good"),
     [
-        (Slo(ttft_s=0.5), 2),
-        (Slo(ttft_s=0.4), 1),
-        (Slo(itl_s=0.05), 1),
-        (Slo(ttft_s=0.4, itl_s=0.05), 0),
-        (Slo(ttft_s=9, itl_s=9), 2),
+        (BenchTargets(ttft_s=0.5), 2),
+        (BenchTargets(ttft_s=0.4), 1),
+        (BenchTargets(itl_s=0.05), 1),
+        (BenchTargets(ttft_s=0.4, itl_s=0.05), 0),
+        (BenchTargets(ttft_s=9, itl_s=9), 2),
     ],
 )
 def test_goodput_counts_requests_that_meet_every_objective(slo, good):
@@ -151,7 +155,7 @@ def test_goodput_counts_requests_that_meet_every_objective(slo, good):
 KEYS = ["name", "schema", "commit", "date", "machine", "config", "samples", "limits", "figures"]
 
 
-def _report(**changes) -> Report:
+def _report(**changes) -> BenchReport:
     usual = {
         "name": "thing",
         "config": {"size": 3},
@@ -159,7 +163,7 @@ def _report(**changes) -> Report:
         "samples": {"thing_s": [0.5, 0.25]},
         "limits": {"best_per_s": 20.0},
     }
-    return Report(**usual | changes)
+    return BenchReport(**usual | changes)
 
 
 def test_the_json_has_one_schema(tmp_path):

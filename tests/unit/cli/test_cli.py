@@ -17,7 +17,7 @@ from penstock.demo import MODEL_DIR
 from penstock.engine.registry import engine_names
 from penstock.graph import Graph, Roles, RoleSpec
 from penstock.plan import command as plan_command
-from penstock.plan.processes import Processes
+from penstock.plan.trial import Processes
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

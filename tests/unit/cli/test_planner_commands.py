@@ -12,12 +12,11 @@ from penstock.cli import planner as log_command
 from penstock.core.types.instances import Role
 from penstock.deploy.supervisor.planning import make_planning
 from penstock.graph import Graph
-from penstock.planner.act.memory_connector import MemoryConnector
-from penstock.planner.act.worker_changes import TimedChanges
-from penstock.planner.explain.entries import Round
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.decision_log import LoggedRound
+from penstock.planner.memory_connector import MemoryConnector, TimedChanges
+from penstock.planner.observation import ObservationStream
 from penstock.runtime.observations import RequestWindow, WorkerWindow
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from tests.support.planner_world import digest
 
 ROOT = Path(__file__).parents[3]
@@ -106,7 +105,7 @@ def test_the_log_lists_the_last_rounds(rounds, capsys):
 def test_a_log_is_followed_also_once_the_clock_is_set_back(rounds, tmp_path, capsys, monkeypatch):
     path = tmp_path / "planner.jsonl"
     path.write_bytes(rounds[0].read_bytes())
-    last = msgspec.json.decode(path.read_bytes().splitlines()[-1], type=Round)
+    last = msgspec.json.decode(path.read_bytes().splitlines()[-1], type=LoggedRound)
     earlier = msgspec.structs.replace(last, time_s=last.time_s - 3600, like_before=0)
     lines = [msgspec.json.encode(earlier) + b"\n", b""]
 
@@ -119,7 +118,7 @@ def test_a_log_is_followed_also_once_the_clock_is_set_back(rounds, tmp_path, cap
     monkeypatch.setattr(log_command.time, "sleep", sleep)
     with pytest.raises(KeyboardInterrupt):
         log_command.show_log(path, last=1, follow=True, as_json=True)
-    shown = [msgspec.json.decode(line, type=Round) for line in capsys.readouterr().out.splitlines()]
+    shown = [msgspec.json.decode(line, type=LoggedRound) for line in capsys.readouterr().out.splitlines()]
     assert shown == [last, earlier]
 
 

@@ -14,8 +14,8 @@ from penstock.core.types.instances import Role
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import LINE_BYTES_MAX, SOCKET_NAME, ControlAnswer, RunningDeployment
 from penstock.deploy.control.server import ControlServer
-from penstock.planner.act.memory_connector import MemoryConnector
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.memory_connector import MemoryConnector
+from penstock.planner.observation import ObservationStream
 
 
 class BrokenConnector(MemoryConnector):

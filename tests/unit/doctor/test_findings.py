@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.doctor import engines, host
+from penstock.doctor.command import absences, engine_lines, paths_table
 from penstock.doctor.engines import VLLM_CPU_INSTALL, find_gpus, gpu_finding, inspect_engines
 from penstock.doctor.findings import (
     LOOPBACK,
@@ -19,7 +20,6 @@ from penstock.doctor.findings import (
     PathFinding,
     TransportFinding,
 )
-from penstock.doctor.tables import absences, engine_lines, paths_table
 from penstock.engine import launch
 
 

@@ -9,12 +9,11 @@ from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR
 from penstock.graph import build
 from penstock.graph.capacities import cost_of, is_predicted, make_capacity
-from penstock.perf.profile.profile import DecodePoint, PrefillPoint, Profile
-from penstock.planner.estimate.expected_demand import ExpectedDemand
-from penstock.planner.estimate.slo import Slo
+from penstock.perf.profile import DecodePoint, PrefillPoint, Profile
+from penstock.planner.demand import ExpectedDemand, SloTargets
 
 EXPECTED = ExpectedDemand(rate_per_s=1.0, input_tokens=100, output_tokens=50)
-SLO = Slo(ttft_s=1.0, itl_s=0.05, percentile=90.0)
+SLO = SloTargets(ttft_s=1.0, itl_s=0.05, percentile=90.0)
 
 
 def graph_of(planner=None, **roles):
@@ -81,11 +80,9 @@ def test_a_model_whose_speed_nobody_knows_is_refused(tmp_path):
         capacity(model_dir=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("budget", "cost"), [({"gpus": 9}, 2), ({"usd_per_hour": 9.0}, 6.0), ({"watts": 9000.0}, 1400.0)]
-)
+@pytest.mark.parametrize(("budget", "cost"), [({"gpus": 9}, 2), ({"usd_per_hour": 9.0}, 6.0)])
 def test_a_worker_costs_what_its_devices_do(budget, cost):
-    role = {"hardware": "h100", "tensor_parallel": 2, "watts": 700.0, "engine": "mock"}
+    role = {"hardware": "h100", "tensor_parallel": 2, "engine": "mock"}
     graph = graph_of({"budget": budget}, aggregated=role)
     assert cost_of(graph.roles.aggregated, graph.planner.budget) == cost
     assert capacity(planner={"budget": budget}, **role).cost == cost

@@ -7,8 +7,8 @@ from penstock.core.types.instances import Location, Role
 from penstock.demo import MODEL_DIR
 from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
 from penstock.graph.engine_prices import engine_prices, make_roofline
-from penstock.perf.model.model_config import load_shape
-from penstock.perf.profile.profile import DecodePoint, PrefillPoint, Profile
+from penstock.perf.model_config import load_shape
+from penstock.perf.profile import DecodePoint, PrefillPoint, Profile
 
 ROOT = Path(__file__).parents[3] / "examples"
 EXAMPLES = [ROOT / "graph.py", *sorted(ROOT.glob("*.yaml")), *sorted((ROOT / "graphs").glob("*.yaml"))]

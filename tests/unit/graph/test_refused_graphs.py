@@ -83,7 +83,7 @@ REFUSED = [
     ("planner: {budget: {gpus: 1}}\nroles: {prefill: {}, decode: {}}", "gpus is 1, and 1 decode and 1 prefill cost 2"),
     ("planner: {budget: {usd_per_hour: 5.0}, min_workers: 2}\nroles: {aggregated: {hardware: h100, engine: mock}}", "usd_per_hour is 5, and 2 aggregated cost 6"),
     ("planner: {}\nroles: {aggregated: {engine: openai, engine_args: {url: [http://127.0.0.1:1]}}}", "one worker for each url"),
-    ("planner: {budget: {watts: .nan}}", "finite"),
+    ("planner: {budget: {usd_per_hour: .nan}}", "finite"),
     ("planner: {cool_down_s: .inf}", "finite"),
     ("planner: {react_period_s: 0}", "react_period_s: must be >= 0.1"),
     ("planner: {max_worker: 3}", "did you mean 'max_workers'"),

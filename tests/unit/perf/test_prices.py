@@ -6,14 +6,12 @@ import pytest
 
 from penstock.core.types.events import Tier
 from penstock.core.types.instances import Prices
-from penstock.perf.model.catalogue import find_shape
-from penstock.perf.model.hardware import Dtype, find_hardware
-from penstock.perf.model.parallel import Parallel
-from penstock.perf.online import FACTOR_MAX, Correction
-from penstock.perf.profile.profile import Profile, ProfiledModel
-from penstock.perf.published import publish
-from penstock.perf.roofline.roofline import Roofline
-from penstock.perf.step_size import saturating_tokens
+from penstock.perf.hardware import Dtype, find_hardware
+from penstock.perf.latency import FACTOR_MAX, Correction, publish, saturating_tokens
+from penstock.perf.model_config import find_shape
+from penstock.perf.model_shape import Parallel
+from penstock.perf.profile import Profile, ProfiledModel
+from penstock.perf.roofline import Roofline
 
 PROFILES = Path(__file__).parents[3] / "examples" / "profiles"
 EIGHT = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"), Parallel())

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from penstock.plan.largest_rate import largest_rate
+from penstock.plan.trial import largest_rate
 
 
 def search(limit, start, **options):

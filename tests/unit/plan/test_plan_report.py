@@ -8,13 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.search.demand import Demand
-from penstock.plan.answer import USUAL, Answer, Point, find_answer, promising, raise_by_stricter, user_targets
-from penstock.plan.page import make_page
+from penstock.perf.hardware import find_hardware
+from penstock.perf.pool import Demand
+from penstock.plan.answer import (
+    USUAL,
+    PlanAnswer,
+    Point,
+    find_answer,
+    promising,
+    raise_by_stricter,
+    user_targets,
+)
 from penstock.plan.question import Question
-from penstock.plan.report import describe, make_report, rows
-from penstock.plan.trial import Proposal, Seen, predicted
+from penstock.plan.report import describe, make_page, make_report, rows
+from penstock.plan.trial import Proposal, TrialLatencies, predicted
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +34,12 @@ def question():
 def answer(question):
     search = question.search()
     disaggregated, aggregated = search.disaggregated()[0], search.aggregated()[0]
-    seen = Seen(rate_per_s=40.0, ttft_s=0.8, itl_s=0.008, kv_share=0.25)
+    seen = TrialLatencies(rate_per_s=40.0, ttft_s=0.8, itl_s=0.008, kv_share=0.25)
     proposals = (
         Proposal(disaggregated, seen, is_simulated=True),
         predicted(replace(aggregated, rate_per_s=20.0)),
     )
-    return Answer(question, proposals, (Point(50.0, 30.0, 20.0), Point(100.0, 8.0, 16.0)))
+    return PlanAnswer(question, proposals, (Point(50.0, 30.0, 20.0), Point(100.0, 8.0, 16.0)))
 
 
 def test_rows_are_ranked_and_say_who_found_them(answer):
@@ -53,7 +60,7 @@ class Contrary:
     def submit(self, _function, _question, layout, _effort, known=None):
         """Finds no more for a layout that is known to keep stricter targets."""
         done = Future()
-        seen = Seen(1000 / layout.rate_per_s, ttft_s=0.5, itl_s=0.005, kv_share=0.5)
+        seen = TrialLatencies(1000 / layout.rate_per_s, ttft_s=0.5, itl_s=0.005, kv_share=0.5)
         is_good = layout.is_disaggregated or layout.role_layouts[0].parallel.tp != 2
         if known is not None:
             done.set_result(Proposal(layout, known, is_simulated=True))
@@ -113,9 +120,10 @@ def test_the_page_has_the_curve_and_the_table_and_asks_nobody(answer):
     assert "http" not in page
     (chart,) = re.findall(r'data-chart="([^"]*)"', page)
     drawn = json.loads(html.unescape(chart))
-    assert [name for _, name, _ in drawn["rows"]] == ["aggregated", "disaggregated"]
-    assert drawn["at"] == ["50", "100"]
-    assert len(re.findall("<circle", page)) == 1, "only what was simulated"
+    lines, dots = ([each for each in drawn["series"] if each["kind"] == kind] for kind in ("line", "dots"))
+    assert [each["name"] for each in lines] == ["aggregated", "disaggregated"]
+    assert {50.0, 100.0} <= set(drawn["xs"])
+    assert len(dots) == 1, "only what was simulated"
     assert page.count("<tr>") == 3
 
 

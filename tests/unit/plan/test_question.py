@@ -6,11 +6,10 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.graph import build
-from penstock.perf.model.hardware import find_hardware
-from penstock.perf.model.parallel import Parallel
-from penstock.perf.search.demand import Demand
-from penstock.plan.graph_text import graph_data, graph_of, graph_text
-from penstock.plan.question import Question
+from penstock.perf.hardware import find_hardware
+from penstock.perf.model_shape import Parallel
+from penstock.perf.pool import Demand
+from penstock.plan.question import Question, graph_data, graph_of, graph_text
 
 
 def ask(model="llama-3.1-8b", hardware="h100", devices=2, formats=(), **demand):

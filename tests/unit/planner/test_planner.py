@@ -10,7 +10,7 @@ import structlog
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.planner.config import PlannerConfig
-from penstock.planner.estimate.slo import Slo
+from penstock.planner.demand import SloTargets
 from tests.support.planner_world import World
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
@@ -177,7 +177,9 @@ async def test_room_bounds_both_roles_together():
 @pytest.mark.virtual
 async def test_aggregated_workers_become_disaggregated_ones_where_these_are_clearly_fewer_and_back():
     # At 10 ms of ITL, 18 aggregated workers do as much as 5 prefill and 6 decode workers: long steps with prompts hurt.
-    world = World({A: 20, P: 0, D: 0}, cool_down_s=60, max_workers=32, slo=Slo(ttft_s=0.5, itl_s=0.010))
+    world = World(
+        {A: 20, P: 0, D: 0}, cool_down_s=60, max_workers=32, slo=SloTargets(ttft_s=0.5, itl_s=0.010)
+    )
     world.rate_per_s = 100.0
     async with running(world):
         await asyncio.sleep(900)
@@ -208,8 +210,8 @@ def test_roles_and_budgets_that_do_not_fit_are_refused(replicas, settings, text)
     ("settings", "text"),
     [
         ({"roles": {"decode": {"min_workers": 9}}}, "min_workers of decode is 9 and max_workers 8"),
-        ({"budget": {"gpus": 4, "watts": 3.0}}, "one of gpus, usd_per_hour or watts, got gpus, watts"),
-        ({"budget": {"watts": float("nan")}}, "finite"),
+        ({"budget": {"gpus": 4, "usd_per_hour": 3.0}}, "one of gpus or usd_per_hour, got gpus, usd_per_hour"),
+        ({"budget": {"usd_per_hour": float("nan")}}, "finite"),
         ({"cool_down_s": -1}, "must be >= 0"),
         ({"roles": {"decoder": {}}}, "decoder"),
         ({"max_worker": 2}, "did you mean 'max_workers'"),

@@ -7,8 +7,8 @@ import pytest
 
 from penstock.core.types.instances import Role
 from penstock.planner.config import PlannerConfig
-from penstock.planner.decide.decision import Decision, RoleTerm
-from penstock.planner.estimate.expected_demand import ExpectedDemand
+from penstock.planner.decider import RoleDecision, ScalingDecision
+from penstock.planner.demand import ExpectedDemand
 from penstock.planner.policy import Policy
 from tests.support.planner_world import SLO, World
 
@@ -20,12 +20,12 @@ EXPECTED = ExpectedDemand(rate_per_s=1.0, input_tokens=100, output_tokens=100)
 
 def decided(now, wanted):
     terms = tuple(
-        RoleTerm(
+        RoleDecision(
             role=role, now=now[role], floor=count, reaction=count, keep=count, choice=count, why_not_fewer=""
         )
         for role, count in wanted.items()
     )
-    return Decision(expected=EXPECTED, slo=SLO, terms=terms, gpus=0)
+    return ScalingDecision(expected=EXPECTED, slo=SLO, terms=terms, gpus=0)
 
 
 def damped(budget, *, may_flip=False, now=None, wanted=None):

@@ -17,7 +17,7 @@ class NVMLError(Exception):
 
 
 class Nvml:
-    """A machine of two GPUs: the first draws 300 of 700 W at 80 %, the second 100 W at 20 %."""
+    """A machine of two GPUs: the first draws 300 W at 80 %, the second 100 W at 20 %."""
 
     NVMLError = NVMLError
 
@@ -41,9 +41,6 @@ class Nvml:
             raise NVMLError("GPU is lost")
         return (300_000, 100_000)[handle]
 
-    def nvmlDeviceGetEnforcedPowerLimit(self, _handle):
-        return 700_000
-
     def nvmlDeviceGetUtilizationRates(self, handle):
         return SimpleNamespace(gpu=(80, 20)[handle], memory=1)
 
@@ -56,8 +53,8 @@ def nvml(monkeypatch):
 
 
 def test_gpus_are_read_together(nvml):
-    assert GpuMeter.open(["0", "1"]).read() == GpuUse(watts=400.0, limit_watts=1400.0, utilization=0.5)
-    assert GpuMeter.open(["GPU-b"]).read() == GpuUse(watts=100.0, limit_watts=700.0, utilization=0.2)
+    assert GpuMeter.open(["0", "1"]).read() == GpuUse(watts=400.0, utilization=0.5)
+    assert GpuMeter.open(["GPU-b"]).read() == GpuUse(watts=100.0, utilization=0.2)
     assert nvml.begun == 2
 
 
@@ -91,8 +88,8 @@ def test_names_are_those_of_visible_devices():
 
 def test_the_mean_of_several_times():
     uses = [
-        GpuUse(watts=100, limit_watts=700, utilization=0.2),
-        GpuUse(watts=300, limit_watts=700, utilization=0.6),
+        GpuUse(watts=100, utilization=0.2),
+        GpuUse(watts=300, utilization=0.6),
     ]
-    assert GpuUse.mean(uses) == GpuUse(watts=200, limit_watts=700, utilization=pytest.approx(0.4))
+    assert GpuUse.mean(uses) == GpuUse(watts=200, utilization=pytest.approx(0.4))
     assert GpuUse.mean([]) is None

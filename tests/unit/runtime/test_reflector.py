@@ -17,7 +17,7 @@ from penstock.runtime.kubernetes import (
     Pace,
     Reflector,
 )
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 
 
 class Scripted:

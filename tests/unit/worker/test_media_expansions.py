@@ -8,7 +8,7 @@ import pytest
 from penstock.core.errors import EngineError, Overloaded, RequestError, Unavailable
 from penstock.core.types.requests import ExpandedPrompt, MediaItem, MediaPrompt
 from penstock.core.wire import pack_tokens
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from penstock.worker.frontends import PROMPTS_MAX, MediaExpansions
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from tests.support.cluster import MemoryCluster, memory_transport
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
 from tests.support.kv_transfer_scene import ALWAYS

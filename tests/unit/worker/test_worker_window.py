@@ -6,8 +6,8 @@ import random
 import pytest
 
 from penstock.core.types.instances import Role
-from penstock.sim.chaos.trial import _request, small_spec
-from penstock.sim.world.cluster import SimCluster
+from penstock.sim.chaos_trial import _request, small_spec
+from penstock.sim.cluster import SimCluster
 
 
 @pytest.mark.virtual

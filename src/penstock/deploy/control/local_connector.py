@@ -34,7 +34,7 @@ from penstock.deploy.control.messages import (
     RolloutView,
     RunningDeployment,
 )
-from penstock.planner.observe.observation import Observation
+from penstock.planner.observation import Observation
 
 _ENTRY_S = 5.0
 _PAUSE_S, _PAUSE_S_MAX = 0.02, 0.5

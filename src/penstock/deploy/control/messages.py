@@ -9,7 +9,7 @@ import msgspec
 from penstock.core.errors import ErrorInfo
 from penstock.core.types.instances import Replica, ReplicaState, Role, Scale
 from penstock.core.wire import Wire
-from penstock.planner.observe.observation import Observation
+from penstock.planner.observation import Observation
 
 CONTROL_VERSION = 1
 """Increment it when an old peer could misread a message."""

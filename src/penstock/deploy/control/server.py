@@ -36,7 +36,7 @@ from penstock.deploy.control.messages import (
     RunningDeployment,
     Versioned,
 )
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.observation import ObservationStream
 from penstock.seams import ScalingConnector
 
 _CALLERS_MAX = 64

@@ -9,9 +9,10 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from penstock.core.errors import PenstockError, RequestError, Unavailable
+from penstock.core.errors import PenstockError, Unavailable
 from penstock.core.log import get_logger
-from penstock.core.types.instances import Replica, ReplicaState, Role, RoleLimit, Scale
+from penstock.core.types.instances import Replica, Role, RoleLimit, Scale
+from penstock.core.types.scaling_rules import check_add, check_flip, check_retire, conflict, ready_roles
 
 
 class Host(Protocol):
@@ -70,43 +71,6 @@ class Hosts(Protocol):
     def label(self, name: str, process: str) -> str:
         """Give the name that a host's process has among those of all hosts."""
         ...
-
-
-def find(scale: Scale, name: str) -> Replica:
-    """Give a worker; raises RequestError (404) where there is none of this name."""
-    for replica in scale.replicas:
-        if replica.name == name:
-            return replica
-    known = ", ".join(replica.name for replica in scale.replicas)
-    raise RequestError(f"there is no worker {name!r} here; known: {known}", http_status=404)
-
-
-def ready_roles(scale: Scale, gone: set[str], *, without: str | None = None) -> frozenset[Role]:
-    """Give the roles that ready workers have once those in `gone` have left, without those whose names end in `without`."""
-    return frozenset(
-        replica.role
-        for replica in scale.replicas
-        if replica.state is ReplicaState.READY
-        and replica.name not in gone
-        and not (without and replica.name.endswith(without))
-    )
-
-
-def check_serving(scale: Scale, gone: set[str]) -> None:
-    """Check that requests are still answered without the workers in `gone`; raises RequestError (409)."""
-    serving = [
-        replica.name
-        for replica in scale.replicas
-        if replica.role is not Role.PREFILL and replica.state is ReplicaState.READY
-    ]
-    leaving = [name for name in serving if name in gone]
-    if leaving and len(leaving) == len(serving):
-        raise conflict(f"{leaving[0]} is the last worker that answers requests; add another first")
-
-
-def conflict(message: str) -> RequestError:
-    """Make the error of a change that cannot be now."""
-    return RequestError(message, http_status=409)
 
 
 _WAIT_S_MAX = 20.0
@@ -196,19 +160,9 @@ class HostsConnector:
     async def add(
         self, role: Role, count: int = 1, *, by: str, revision: int | None = None
     ) -> tuple[str, ...]:
-        scale = await self._look()
-        limit = next((each for each in scale.limits if each.role is role), None)
-        if limit is None:
-            known = ", ".join(each.role for each in scale.limits)
-            raise RequestError(
-                f"role {role} runs on no host that is connected; they run {known or 'none'}", http_status=404
-            )
-        if count < 1:
-            raise RequestError(f"count: must be >= 1, got {count}")
-        if limit.room is not None and count > limit.room:
-            raise conflict(f"{role}: {count} more cannot be added, {limit.room} can: {limit.why}")
+        check_add(await self._look(), role, count, revision=revision)
         added: list[tuple[_Member, tuple[str, ...]]] = []
-        with self._change(by, revision):
+        with self._change(by):
             try:
                 for member, share in self._shares(role, count):
                     add = partial(member.host.add, role, share, by=by)
@@ -220,13 +174,8 @@ class HostsConnector:
 
     async def retire(self, names: Sequence[str], *, by: str, revision: int | None = None) -> None:
         scale = await self._look()
-        leaving = [find(scale, name) for name in dict.fromkeys(names)]
-        for replica in leaving:
-            if replica.state is ReplicaState.DRAINING:
-                raise conflict(f"{replica.name} drains already; it ends by itself")
+        leaving = check_retire(scale, names, revision=revision)
         gone = {replica.name for replica in leaving}
-        check_serving(scale, gone)
-        self._check_free(scale)
         by_host: dict[str, list[str]] = {}
         for replica in leaving:
             process, _, host = replica.name.rpartition("@")
@@ -234,7 +183,7 @@ class HostsConnector:
         members = {name: self._member(name) for name in by_host}
         if not leaving:
             return
-        with self._change(by, revision):
+        with self._change(by):
             for index, (name, processes) in enumerate(by_host.items()):
                 elsewhere = ready_roles(scale, gone, without=f"@{name}")
                 retire = partial(members[name].host.retire, processes, by=by, elsewhere=elsewhere)
@@ -247,18 +196,11 @@ class HostsConnector:
 
     async def flip(self, name: str, role: Role, *, by: str, revision: int | None = None) -> None:
         scale = await self._look()
-        replica = find(scale, name)
-        if replica.state is not ReplicaState.READY:
-            raise conflict(f"{name} is not ready: {replica.phase or replica.state}; choose another worker")
-        if replica.role is role:
-            raise conflict(f"{name} is {role} already; choose another role")
-        if role is Role.PREFILL:
-            check_serving(scale, {name})
-        self._check_free(scale)
+        check_flip(scale, name, role, revision=revision)
         process, _, host = name.rpartition("@")
         member = self._member(host)
         elsewhere = ready_roles(scale, {name}, without=f"@{host}")
-        with self._change(by, revision):
+        with self._change(by):
             await self._order(
                 member, by, partial(member.host.flip, process, role, by=by, elsewhere=elsewhere)
             )
@@ -382,13 +324,8 @@ class HostsConnector:
                 _log.warning("workers_left", host=member.name, workers=names, error=error.message)
 
     @contextmanager
-    def _change(self, by: str, revision: int | None) -> Iterator[None]:
+    def _change(self, by: str) -> Iterator[None]:
         """Count a change at once, so that nobody else's on the same revision is accepted; one that is refused does not count."""
-        if revision is not None and revision != self._revision:
-            raise conflict(
-                f"revision: {self._changed_by or 'somebody'} has scaled meanwhile (revision {self._revision}, expected"
-                f" {revision}); look again and repeat"
-            )
         before = self._revision, self._changed_by
         self._revision += 1
         self._changed_by = by
@@ -436,10 +373,6 @@ class HostsConnector:
         if name not in self._members:
             raise conflict(f"{name} does not answer; its workers stay as they are until it does")
         return self._members[name]
-
-    def _check_free(self, scale: Scale) -> None:
-        if scale.held:
-            raise conflict(scale.held)
 
     def _lost_for(self, member: _Member, now_s: float) -> float:
         return 0.0 if member.lost_s is None else now_s - member.lost_s

@@ -7,10 +7,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.core.errors import RequestError, Unavailable
+from penstock.core.errors import Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Replica, ReplicaState, Role, RoleLimit, Scale
-from penstock.deploy.hosts.connector import Host, check_serving, conflict, find, ready_roles
+from penstock.core.types.scaling_rules import (
+    check_add,
+    check_flip,
+    check_retire,
+    check_serving,
+    conflict,
+    ready_roles,
+)
+from penstock.deploy.hosts.connector import Host
 from penstock.runtime.kubernetes import KubernetesClient, KubernetesError, Object, Resource
 
 _log = get_logger()
@@ -289,17 +297,7 @@ class KubernetesConnector:
         self, role: Role, count: int = 1, *, by: str, revision: int | None = None
     ) -> tuple[str, ...]:
         async with self._lock:
-            scale = await self._seen(revision)
-            limit = next((each for each in scale.limits if each.role is role), None)
-            if limit is None:
-                raise RequestError(
-                    f"role {role} is not of {self._graph}, which has {', '.join(self._names)}",
-                    http_status=404,
-                )
-            if count < 1:
-                raise RequestError(f"count: must be >= 1, got {count}")
-            if limit.room is not None and count > limit.room:
-                raise conflict(f"{role}: {count} more cannot be added, {limit.room} can: {limit.why}")
+            check_add(await self._look(), role, count, revision=revision)
             kept = self._roles[role]
             await self._write(kept, kept.wanted + count, (), by)
             before = {slot.name for slot in kept.slots}
@@ -308,18 +306,13 @@ class KubernetesConnector:
 
     async def retire(self, names: Sequence[str], *, by: str, revision: int | None = None) -> None:
         async with self._lock:
-            scale = await self._seen(revision)
-            leaving = [find(scale, name) for name in dict.fromkeys(names)]
+            scale = await self._look()
             chosen: dict[Role, list[RoleSlot]] = {}
-            for replica in leaving:
-                if replica.state is ReplicaState.DRAINING:
-                    raise conflict(f"{replica.name} drains already; it ends by itself")
+            for replica in check_retire(scale, names, revision=revision):
                 kept, slot = self._slot_called(replica.name)
                 chosen.setdefault(kept.role, []).append(slot)
             ending = {role: self._roles[role].ending(slots) for role, slots in chosen.items()}
             check_serving(scale, {slot.name for slots in ending.values() for slot in slots})
-            if scale.held:
-                raise conflict(scale.held)
             for role in chosen:
                 self._check_owner(role)
             for role, slots in chosen.items():
@@ -332,18 +325,8 @@ class KubernetesConnector:
 
     async def flip(self, name: str, role: Role, *, by: str, revision: int | None = None) -> None:
         async with self._lock:
-            scale = await self._seen(revision)
-            replica = find(scale, name)
-            if replica.state is not ReplicaState.READY:
-                raise conflict(
-                    f"{name} is not ready: {replica.phase or replica.state}; choose another worker"
-                )
-            if replica.role is role:
-                raise conflict(f"{name} is {role} already; choose another role")
-            if role is Role.PREFILL:
-                check_serving(scale, {name})
-            if scale.held:
-                raise conflict(scale.held)
+            scale = await self._look()
+            check_flip(scale, name, role, revision=revision)
             kept, slot = self._slot_called(name)
             self._check_owner(kept.role)
             self._check_owner(role)
@@ -359,16 +342,6 @@ class KubernetesConnector:
         self._pods.clear()
 
     # -- looking
-
-    async def _seen(self, revision: int | None) -> Scale:
-        """Look, and check that nobody else was faster than a caller with `revision`."""
-        scale = await self._look()
-        if revision is not None and revision != self._revision:
-            raise conflict(
-                f"revision: {self._changed_by or 'somebody'} has scaled meanwhile (revision {self._revision}, expected"
-                f" {revision}); look again and repeat"
-            )
-        return scale
 
     async def _look(self) -> Scale:
         """Ask the API server for numbers and pods for states, and match both.

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -26,10 +26,13 @@ from penstock.deploy.hosts.messages import (
     OrderDone,
 )
 from penstock.deploy.messages import RoundCounts
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.observation import ObservationStream
 from penstock.runtime.handshake import Identity
 from penstock.runtime.session import ServerSession, SessionServer
 from penstock.runtime.tls import PlaneTls
+
+if TYPE_CHECKING:
+    from penstock.core.channel import FrameChannel
 
 _ANSWER_S = 30.0
 _FLIP_S = 900.0  # the worker drains first

@@ -13,7 +13,7 @@ from penstock.deploy.manifests.pod_graph import LEADER_PORT, PLANNER_PORT, dump,
 from penstock.deploy.supervisor.local_part import runnable_roles
 from penstock.deploy.supervisor.resources import devices_of
 from penstock.graph import Graph, RoleSpec
-from penstock.perf.model.hardware import find_hardware
+from penstock.perf.hardware import find_hardware
 
 _HUB_PORT = 7400
 _NODES_MAX = 1024

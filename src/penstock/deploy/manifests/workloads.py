@@ -29,7 +29,7 @@ from penstock.deploy.supervisor.resources import devices_of
 from penstock.engine.registry import engine_kind
 from penstock.frontend.limits.keys import API_KEY_VARIABLE
 from penstock.graph import RoleSpec
-from penstock.perf.model.hardware import find_hardware
+from penstock.perf.hardware import find_hardware
 from penstock.runtime.credentials import EVENTS_VARIABLE, REGISTRY_VARIABLE
 
 CACHE_OWNER = "cache-owner"

@@ -16,8 +16,8 @@ from penstock.frontend.watch.overview import (
     WorkerSpeed,
 )
 from penstock.graph.graph import Slo
-from penstock.planner.explain import entries
-from penstock.planner.observe.observation import Observation, WorkerView
+from penstock.planner import decision_log
+from penstock.planner.observation import Observation, ObservedWorker
 
 _SECONDS = 10.0
 _ROUNDS_MAX = 12
@@ -86,12 +86,12 @@ class SupervisorClient:
 
 
 def _rounds(lines: Sequence[bytes]) -> tuple[PlannerRound, ...]:
-    found = (entries.decode(line) for line in reversed(lines))
-    rounds = (_round(entry) for entry in found if isinstance(entry, entries.Round))
+    found = (decision_log.decode(line) for line in reversed(lines))
+    rounds = (_round(entry) for entry in found if isinstance(entry, decision_log.LoggedRound))
     return tuple(each for each, _ in zip(rounds, range(_ROUNDS_MAX), strict=False))
 
 
-def _round(entry: entries.Round) -> PlannerRound:
+def _round(entry: decision_log.LoggedRound) -> PlannerRound:
     record, decision = entry.record, entry.record.decision
     return PlannerRound(
         number=record.number,
@@ -120,7 +120,7 @@ def _generated_per_s(seen: Observation) -> float:
     return sum(worker.generated_tokens_per_s for worker in seen.workers)
 
 
-def _speed(worker: WorkerView) -> WorkerSpeed:
+def _speed(worker: ObservedWorker) -> WorkerSpeed:
     return WorkerSpeed(
         prefilled_tokens_per_s=worker.prefilled_tokens_per_s,
         generated_tokens_per_s=worker.generated_tokens_per_s,

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.core.errors import ConfigError, PenstockError, Unavailable
 from penstock.core.log import cause, get_logger
 from penstock.core.types.instances import Role
+from penstock.core.types.scaling_rules import conflict
 from penstock.deploy.card import check_model, served_name
 from penstock.deploy.control.messages import Difference, RolloutView
 from penstock.deploy.supervisor.links import Links, LinkTemplate
@@ -16,7 +17,7 @@ from penstock.deploy.supervisor.local_part import LocalPart, roles_here
 from penstock.deploy.supervisor.rollout import BY, Aim, Rollout
 from penstock.deploy.supervisor.scale_file import ScaleFile
 from penstock.deploy.supervisor.template import WorkerTemplate
-from penstock.deploy.supervisor.worker_pool import WAIT_S_MAX, LocalWorkerPool, conflict
+from penstock.deploy.supervisor.worker_pool import WAIT_S_MAX, LocalWorkerPool
 from penstock.graph import Graph, RoleSpec
 
 ALL = "all"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
 from penstock.core.clock import wall_time_s
@@ -61,7 +61,7 @@ from penstock.frontend.limits.keys import API_KEY_VARIABLE, read_tenants, stored
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import say_empty, say_small_kv
 from penstock.graph.runtime import RuntimeSpec
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.observation import ObservationStream
 from penstock.runtime.discovery.local import LocalHub
 from penstock.runtime.handshake import Identity
 from penstock.runtime.kubernetes import KubernetesAccess
@@ -222,6 +222,9 @@ def _is_any(host: str) -> bool:
     except ValueError:
         return False  # a host name
 
+
+if TYPE_CHECKING:
+    from penstock.runtime.discovery.local import LocalHub
 
 Say = Callable[[str, str, str], None]
 Start = Callable[[Assignment], Awaitable[Child]]

@@ -23,14 +23,12 @@ from penstock.deploy.supervisor.frontends import FrontendProcesses
 from penstock.deploy.supervisor.worker_pool import LocalWorkerPool
 from penstock.graph import Graph, RoleSpec, Slo
 from penstock.graph.capacities import is_predicted, make_capacity
-from penstock.planner.decide.capacity import Capacity
-from penstock.planner.estimate import slo as estimate
-from penstock.planner.explain.decision_log import DecisionLog
-from penstock.planner.explain.entries import Run
-from penstock.planner.explain.record import DecisionRecord
-from penstock.planner.observe.observation import Observation
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.capacity import Capacity
+from penstock.planner.decision_log import DecisionLog, LoggedRun
+from penstock.planner.demand import SloTargets
+from penstock.planner.observation import Observation, ObservationStream
 from penstock.planner.planner import Planner
+from penstock.planner.record import DecisionRecord
 from penstock.runtime.handshake import Identity
 from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient
 from penstock.runtime.observations import Window
@@ -44,7 +42,9 @@ _NAME = "planner"
 class Planning:
     """A planner with its log and metrics. Its context ends the log."""
 
-    def __init__(self, log_path: Path, run: Run, *, say: Say, tell: Callable[[RoundCounts], None]) -> None:
+    def __init__(
+        self, log_path: Path, run: LoggedRun, *, say: Say, tell: Callable[[RoundCounts], None]
+    ) -> None:
         """Keep nothing yet; set `planner` before it runs.
 
         Args:
@@ -159,7 +159,7 @@ def make_planning(
                 " measured ones; penstock profile measures them",
             )
 
-    run = Run(
+    run = LoggedRun(
         time_s=wall_time_s(),
         version=__version__,
         graph=graph.model_dump(mode="json", exclude_unset=True),
@@ -174,7 +174,7 @@ def make_planning(
         connector,
         observe,
         config=config,
-        slo=estimate.Slo(ttft_s=slo.ttft_s, itl_s=slo.itl_s, percentile=slo.percentile),
+        slo=SloTargets(ttft_s=slo.ttft_s, itl_s=slo.itl_s, percentile=slo.percentile),
         capacities=capacities,
         on_record=planning.take,
         on_round=planning.end,

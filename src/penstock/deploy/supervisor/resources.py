@@ -19,7 +19,7 @@ from penstock.core.types.instances import Role
 from penstock.engine.registry import engine_kind
 from penstock.graph import RoleSpec
 from penstock.kv.host_arena import HostPart
-from penstock.perf.model.hardware import find_hardware
+from penstock.perf.hardware import find_hardware
 from penstock.transfer.regions.arena import Arena
 
 

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from penstock.core.errors import PenstockError, Unavailable
 from penstock.core.types.instances import Role, Scale
-from penstock.deploy.supervisor.worker_pool import PoolWorker, conflict
+from penstock.core.types.scaling_rules import conflict
+from penstock.deploy.supervisor.worker_pool import PoolWorker
 from penstock.graph import RoleSpec
 
 BY = "penstock apply"

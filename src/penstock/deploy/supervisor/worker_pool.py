@@ -10,6 +10,7 @@ from functools import partial
 from penstock.core.errors import RequestError, Unavailable, from_info
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Replica, ReplicaState, Role, RoleLimit, Scale
+from penstock.core.types.scaling_rules import check_add, check_flip, check_retire, conflict
 from penstock.deploy.control.messages import ProcessView
 from penstock.deploy.messages import ChangeRole, WorkerRoleChanged
 from penstock.deploy.supervisor.member import ProcessMember
@@ -85,27 +86,6 @@ class PoolWorker:
         return ReplicaState.FLIPPING if state is ReplicaState.READY and self.target is not None else state
 
 
-def check_serving(
-    workers: Sequence[PoolWorker],
-    leaving: Sequence[PoolWorker],
-    verb: str,
-    elsewhere: frozenset[Role] = frozenset(),
-) -> None:
-    """Check that requests are still answered without the workers in `leaving`; raises RequestError (409)."""
-    if elsewhere - {Role.PREFILL}:
-        return
-    left = [worker for worker in workers if worker.answers and worker not in leaving]
-    last = next((worker for worker in leaving if worker.is_serving), None)
-    if not any(worker.answers for worker in leaving) or any(worker.is_serving for worker in left):
-        return
-    if left and last is None:
-        return
-    name = last.name if last is not None else leaving[0].name
-    starting = ", ".join(worker.name for worker in left)
-    wait = f"wait until one of {starting} is ready" if left else f"add another before you {verb} it"
-    raise conflict(f"{name} is the last worker that answers requests; {wait}")
-
-
 def check_prefill(
     workers: Sequence[PoolWorker], leaving: Sequence[PoolWorker], elsewhere: frozenset[Role] = frozenset()
 ) -> None:
@@ -149,11 +129,6 @@ def check_adapters(
             raise conflict(
                 f"no other worker has adapter {min(lost)!r} (roles.{role}.adapters_per_worker); retire another worker"
             )
-
-
-def conflict(message: str) -> RequestError:
-    """Make the error of a change that cannot be now."""
-    return RequestError(message, http_status=409)
 
 
 WAIT_S_MAX = 20.0
@@ -381,6 +356,9 @@ class LocalWorkerPool:
             with suppress(TimeoutError):
                 async with asyncio.timeout(WAIT_S_MAX):
                     await self._change()
+        return self._scale()
+
+    def _scale(self) -> Scale:
         now_s = asyncio.get_running_loop().time()
         return Scale(
             sequence=self._sequence,
@@ -393,19 +371,8 @@ class LocalWorkerPool:
     async def add(
         self, role: Role, count: int = 1, *, by: str, revision: int | None = None
     ) -> tuple[str, ...]:
-        self._check(revision, by)
-        spec = self._roles.get(role)
-        if spec is None:
-            raise RequestError(
-                f"role {role} is not of this deployment, which has {', '.join(self._roles)}; describe it in the graph,"
-                " with replicas 0 if need be",
-                http_status=404,
-            )
-        if count < 1:
-            raise RequestError(f"count: must be >= 1, got {count}")
-        room, why = self._room.of(role, spec, self._workers)
-        if room is not None and count > room:
-            raise conflict(f"{role}: {_counted(count)} more cannot be added, {room} can: {why}")
+        self._check(by)
+        check_add(self._scale(), role, count, revision=revision)
         numbers = iter(range(len(self._workers) + count))
         used = {worker.index for worker in self._workers if worker.home is role}
         free = [index for index in numbers if index not in used][:count]
@@ -425,12 +392,9 @@ class LocalWorkerPool:
         elsewhere: frozenset[Role] = frozenset(),
     ) -> None:
         """Retire workers, as `ScalingConnector` and `hosts.Host` say; their requests may take `drain_s`, None is what the graph says."""
-        self._check(revision, by)
-        leaving = [self._find(name) for name in dict.fromkeys(names)]
-        for worker in leaving:
-            if worker.is_draining:
-                raise conflict(f"{worker.name} drains already; it ends by itself")
-        check_serving(self._workers, leaving, "retire", elsewhere)
+        self._check(by)
+        replicas = check_retire(self._scale(), names, revision=revision, elsewhere=elsewhere)
+        leaving = [self._find(replica.name) for replica in replicas]
         check_prefill(self._workers, leaving, elsewhere)
         check_adapters(self._roles, self._workers, leaving, elsewhere)
         loop = asyncio.get_running_loop()
@@ -449,17 +413,10 @@ class LocalWorkerPool:
         revision: int | None = None,
         elsewhere: frozenset[Role] = frozenset(),
     ) -> None:
-        self._check(revision, by)
+        self._check(by)
+        check_flip(self._scale(), name, role, revision=revision, elsewhere=elsewhere)
         worker = self._find(name)
-        if worker.target is not None:
-            raise conflict(f"{name} is becoming {worker.target} already; wait until it has")
-        if worker.is_draining or not worker.running.ready.is_set():
-            raise conflict(f"{name} is not ready: {worker.running.phase}; choose another worker")
-        if worker.role is role:
-            raise conflict(f"{name} is {role} already; choose another role")
-        if role is Role.PREFILL:
-            check_serving(self._workers, [worker], "flip", elsewhere)
-        else:
+        if role is not Role.PREFILL:
             check_prefill(self._workers, [worker], elsewhere)
         worker.target = role
         flipped = asyncio.get_running_loop().create_future()
@@ -623,16 +580,11 @@ class LocalWorkerPool:
             assert len(worker.devices) == devices_of(self._roles[worker.home]), worker.name
             assert worker.target is not None or not worker.flips, f"{worker.name}: callers wait for no flip"
 
-    def _check(self, revision: int | None, by: str) -> None:
+    def _check(self, by: str) -> None:
         if not self._is_open:
             raise Unavailable("the deployment is about to start or to stop; try again once it is ready")
         if self._held_by and by != self._held_by:
             raise conflict(f"{self._held_by} is under way; wait until it has ended")
-        if revision is not None and revision != self._revision:
-            raise conflict(
-                f"revision: {self._changed_by or 'somebody'} has scaled meanwhile (revision {self._revision}, expected"
-                f" {revision}); look again and repeat"
-            )
 
     def _find(self, name: str) -> PoolWorker:
         with suppress(StopIteration):
@@ -648,7 +600,3 @@ class LocalWorkerPool:
         counts = {role: sum(worker.role is role for worker in self._workers) for role in Role}
         listed = ", ".join(f"{count} {role}" for role, count in counts.items() if count)
         return f"{listed}: set by {self._changed_by} before the restart; penstock scale ROLE N changes it"
-
-
-def _counted(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.core.types.instances import Location
 from penstock.core.types.load import KvRead
-from penstock.perf.online import Correction
+from penstock.perf.latency import Correction
 from penstock.router.config import RouterConfig
 
 _SECONDS_MIN = 0.01

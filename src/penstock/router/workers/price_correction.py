@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.types.instances import Prices
 from penstock.core.types.load import WorkerLoad
-from penstock.perf.online import Correction
+from penstock.perf.latency import Correction
 
 _STEPS_MIN = 8
 """A report comes at any moment of a step, so eight steps are wrong by an eighth at most."""

@@ -8,7 +8,7 @@ import pytest
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.deploy.hosts.connector import HostsConnector
-from penstock.planner.act.actor import Actor, ActorConfig
+from penstock.planner.actor import Actor, ActorConfig
 from tests.support.linked_hosts import pool_of
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE

@@ -12,10 +12,10 @@ from penstock.deploy.control.messages import RunningDeployment
 from penstock.deploy.control.server import ControlServer
 from penstock.deploy.processes.supervisor_client import SupervisorClient
 from penstock.graph.graph import Slo
-from penstock.planner.act.memory_connector import MemoryConnector
-from penstock.planner.explain.entries import Round, Run
-from penstock.planner.explain.record import DecisionRecord, Seen
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.decision_log import LoggedRound, LoggedRun
+from penstock.planner.memory_connector import MemoryConnector
+from penstock.planner.observation import ObservationStream
+from penstock.planner.record import DecisionRecord, SeenDeployment
 from penstock.runtime.observations import RequestWindow, WorkerWindow
 from tests.support.planner_world import digest
 
@@ -58,12 +58,12 @@ async def test_it_reads_the_end_of_the_planners_log_again_once_it_grows(tmp_path
 
     def rounds(first, count):
         for number in range(first, first + count):
-            record = DecisionRecord(number=number, at_s=0.0, seen=Seen(seconds=1.0))
-            yield Round(time_s=float(number), record=record)
+            record = DecisionRecord(number=number, at_s=0.0, seen=SeenDeployment(seconds=1.0))
+            yield LoggedRound(time_s=float(number), record=record)
 
     async with served(tmp_path, log=log) as (client, _):
         assert (await client.overview()).planner == (), "not begun"
-        add(Run(time_s=0.0, version="1"), *rounds(1, 2000))
+        add(LoggedRun(time_s=0.0, version="1"), *rounds(1, 2000))
         planner = (await client.overview()).planner
         assert [each.number for each in planner] == list(range(2000, 1988, -1))
         assert (planner[0].outcome, planner[0].text) == ("blind", "no change")

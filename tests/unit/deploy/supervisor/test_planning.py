@@ -11,9 +11,9 @@ from penstock.demo import MODEL_DIR
 from penstock.deploy.processes.frontend_process import PlannerMetrics
 from penstock.deploy.supervisor.planning import make_planning
 from penstock.graph import build
-from penstock.planner.act.memory_connector import MemoryConnector
-from penstock.planner.explain.entries import Round, read_entries
-from penstock.planner.observe.stream import ObservationStream
+from penstock.planner.decision_log import LoggedRound, read_entries
+from penstock.planner.memory_connector import MemoryConnector
+from penstock.planner.observation import ObservationStream
 from penstock.runtime.observations import GpuUse, RequestWindow, WorkerWindow
 from tests.support.planner_world import digest
 
@@ -110,7 +110,7 @@ async def test_the_power_of_gpus_is_told(log):
     """What workers draw goes from their windows to the frontend's metrics, and to `penstock planner why`."""
     registry = CollectorRegistry()
     planned = Planned(log, {"cool_down_s": 40}, workers=2, engine="mock")
-    use = GpuUse(watts=512.0, limit_watts=700.0, utilization=0.8)
+    use = GpuUse(watts=512.0, utilization=0.8)
     worker = WorkerWindow(seconds=1.0, role=A, ready_s=60.0, gpu=use)
     assert await planned.run(90, lambda _: 2, worker) == 1
     metrics = PlannerMetrics(registry)
@@ -119,6 +119,6 @@ async def test_the_power_of_gpus_is_told(log):
     role = {"role": "aggregated"}
     assert registry.get_sample_value("penstock_planner_gpu_watts", role) == 512.0
     assert registry.get_sample_value("penstock_planner_gpu_utilization", role) == pytest.approx(0.8)
-    rounds = [entry for entry in read_entries(log) if isinstance(entry, Round)]
+    rounds = [entry for entry in read_entries(log) if isinstance(entry, LoggedRound)]
     text = "\n".join(paragraphs(next(entry for entry in rounds if entry.record.retires)))
     assert "GPUs at 512 W and 80%" in text

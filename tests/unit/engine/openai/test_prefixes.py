@@ -20,7 +20,7 @@ from penstock.engine.openai.prefixes import (
     AdvertisedPrefixes,
     PrefixWatch,
 )
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 
 ROOT = bytes(range(16))
 Answer = bytes | Exception | Callable[[], bytes]

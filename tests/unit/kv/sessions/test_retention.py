@@ -15,7 +15,7 @@ from penstock.kv.pool import BlockPool
 from penstock.kv.reference_pool import tenant_number
 from penstock.kv.sessions.config import SessionsConfig
 from penstock.kv.sessions.retention import Retention
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from penstock.testing.engines.probe import EngineProbe, make_request
 from tests.support.manual_clock import ManualClock
 

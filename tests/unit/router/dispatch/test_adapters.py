@@ -9,7 +9,7 @@ from penstock.core.errors import Unavailable
 from penstock.core.types.requests import FinishReason, Request
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.manual_engine import ManualEngine

@@ -25,7 +25,7 @@ from penstock.core.wire import pack_hashes, unpack_tokens
 from penstock.router.config import MigrationConfig, RetryConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.dispatch.open_request import OpenRequest
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from tests.support import scene
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.manual_engine import ManualEngine

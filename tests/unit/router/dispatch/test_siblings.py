@@ -11,7 +11,7 @@ from penstock.core.wire import unpack_tokens
 from penstock.engine.mock import MockConfig, StepTiming, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.router.config import RouterConfig
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.scene import make_request, scenario, settle
 

@@ -11,7 +11,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.explain.replay import Replay
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
 

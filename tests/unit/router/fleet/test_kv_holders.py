@@ -8,7 +8,7 @@ from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStor
 from penstock.core.types.instances import EngineInfo, KvHolder
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import pack_hashes
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
 from tests.support.scene import HASHES, make_request, settle, view

@@ -15,7 +15,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.fleet.ranks import Ranks
 from penstock.router.workers.member import Condition
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.scene import make_request
 from tests.support.scenes import scenes

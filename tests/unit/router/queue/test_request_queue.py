@@ -12,7 +12,7 @@ from penstock.core.errors import DeadlineExceeded, Unavailable
 from penstock.core.types.requests import FinishReason
 from penstock.router.config import QueueConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
 from tests.support.scene import make_request

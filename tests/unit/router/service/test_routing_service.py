@@ -16,7 +16,7 @@ from penstock.router.service.gateway import Choice, KvTransfer, Query, Server, S
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 from penstock.router.service.servers import Watched
 from penstock.router.workers.price_table import UNKNOWN
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from tests.support.scenes import scenes
 
 A, B = Server(url="http://a", model="m"), Server(url="http://b", model="m")

@@ -13,7 +13,7 @@ from penstock.core.types.instances import InstancePut, InstanceRemoved
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.kubernetes import KubernetesDiscovery
 from penstock.runtime.handshake import Identity
-from penstock.sim.loop.loop import SimLoop
+from penstock.sim.loop import SimLoop
 from penstock.testing.loop import run_async
 from penstock.testing.planes.scripted_worker import scripted_instance
 from tests.support.kubernetes.direct import DirectClient

@@ -10,7 +10,7 @@ from penstock.core.types.instances import CardFile, Role
 from penstock.core.types.kv import KvLayout
 from penstock.core.types.requests import FinishReason
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from penstock.transfer import TransferAgent, TransferConfig
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.kv_transfer import (

@@ -11,7 +11,7 @@ from penstock.core.ids import PinId
 from penstock.core.types.instances import Role
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.sim.loop.loop import run_virtual
+from penstock.sim.loop import run_virtual
 from penstock.worker.config import KvTransferConfig, WorkerConfig
 from penstock.worker.kv_transfer.reader import Growth, PinGrown
 from tests.support import kv_transfer_scene

@@ -1,1 +1,0 @@
-"""Model shapes, hardware and parallelism: the inputs of latency models."""

@@ -1,1 +1,0 @@
-"""Latency models from measurements of a real engine, with their accuracy."""

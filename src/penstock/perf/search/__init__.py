@@ -1,1 +1,0 @@
-"""Searches the best layout of N devices with closed-form predictions."""

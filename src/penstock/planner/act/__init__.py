@@ -1,1 +1,0 @@
-"""Carries out plans: starts, ends and flips workers by a `ScalingConnector`."""

@@ -1,1 +1,0 @@
-"""Keeps decisions from oscillating: bounds, cool-downs, pending replicas, and masks of cold workers."""

@@ -1,1 +1,0 @@
-"""What demand to expect: forecasts of each series of an observation, and measured step times of warm workers."""

@@ -1,1 +1,0 @@
-"""Why the planner did what it did: a record of each round."""

@@ -1,1 +1,0 @@
-"""What planners see of a deployment: windows of its processes, kept for some minutes and added up."""

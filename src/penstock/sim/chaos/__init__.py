@@ -1,1 +1,0 @@
-"""Fault injection by plan or seed, and the invariants that must hold."""

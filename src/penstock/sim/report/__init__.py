@@ -1,1 +1,0 @@
-"""Reports of a simulation: JSON, table, charts, HTML page."""

@@ -1,1 +1,0 @@
-"""Workloads: traces, synthetic sessions, prompts without text."""
