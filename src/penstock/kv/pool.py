@@ -18,7 +18,7 @@ from penstock.kv.reference_pool import Change, ChangeKind, ReferencePool
 from penstock.transfer.storage.slots import Records
 
 if TYPE_CHECKING:
-    from penstock.perf.search.pool import Pool
+    from penstock._native import Pool
 
 
 _STORED, _REMOVED = int(ChangeKind.STORED), int(ChangeKind.REMOVED)  # an enum's members compare in Python
