@@ -32,6 +32,7 @@ FIXES = {
     r"^hub at ADDRESS: MESSAGE$": "do what the message of the first host says: it names the fix",
     r"^(Kubernetes|NATS|etcd)( at |: )": "look at the registry: it is away, slow or refuses; Penstock goes on and tries again",
     r"runs within a program": "end it there",
+    r"^--run ITEM: 'NAME' is not in the graph": "name a role of the graph, `frontend` or `planner`",
     r"of a gateway": "leave it out: requests go through a gateway's own servers",
     r"takes no (images|MODALITY)": "leave them out, or use a model that takes them",
     r"got one of": "use only characters that the message names",

@@ -62,7 +62,7 @@ def test_the_page_and_the_rules_raise_the_same_alerts_but_for_those_that_are_nam
     ]
     rules = re.findall(r"Penstock\w+", section)
     assert sorted(rules) == sorted(rule["alert"] for rule in RULES)
-    source = (ROOT / "src" / "penstock" / "frontend" / "watch" / "alerts.py").read_text()
+    source = (ROOT / "src" / "penstock" / "frontend" / "watch" / "snapshot.py").read_text()
     # One kind of alert for each name that a key begins with: key=f"worker ...", _error("no-worker", ...).
     kinds = set(re.findall(r'(?:key=|_error\(|_warning\(\s*)f?"([a-z-]+)', source))
     assert {kind for row in rows for kind in re.findall(r"`([a-z-]+)`", row[0])} == kinds

@@ -21,7 +21,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.listening import Address
 from penstock.core.types.instances import Role
 from penstock.deploy.identity import location_here
-from penstock.deploy.processes.watched_server import WatchedServers
+from penstock.deploy.processes.watched_server import Say, WatchedServers
 from penstock.deploy.supervisor.output import ProcessOutput
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.paged.checkpoint import Checkpoint
@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
         overrides.assign("model", options.model, flag="MODEL")
     data = overrides.apply({})
     config = RouterCommandConfig.parse(data, source=lambda path: overrides.source_of(path, "router"))
-    run_router(config, log_level=options.log_level)
+    run_router(config, log_level=options.log_level, output=ProcessOutput())
     return 0
 
 
@@ -151,25 +151,22 @@ class RouterCommandConfig(RoutingHttpConfig):
         return self
 
 
-_OUTPUT = ProcessOutput()
-
-
-def _say(name: str, state: str, detail: str = "") -> None:
-    _OUTPUT.print(state_line(name, state, detail))
-
-
-def run_router(config: RouterCommandConfig, *, log_level: str) -> None:
-    """Serve until SIGINT or SIGTERM.
+def run_router(config: RouterCommandConfig, *, log_level: str, output: ProcessOutput) -> None:
+    """Serve until SIGINT or SIGTERM, and print changes of state and the log to `output`.
 
     Raises:
         ConfigError: the address cannot be listened on, or the model of the running servers cannot be read.
     """
-    log.configure(log_level, process="router", stream=_OUTPUT.tee("router"))
-    with _OUTPUT, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config))
+
+    def say(name: str, state: str, detail: str = "") -> None:
+        output.print(state_line(name, state, detail))
+
+    log.configure(log_level, process="router", stream=output.tee("router"))
+    with output, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, say))
 
 
-async def _serve(config: RouterCommandConfig) -> None:
+async def _serve(config: RouterCommandConfig, say: Say) -> None:
     requested = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, requested.set)
@@ -179,7 +176,7 @@ async def _serve(config: RouterCommandConfig) -> None:
     service_config = config.service.model_copy(update={"router": router})
     async with (
         RoutingService(rng=random.Random(), config=service_config, registry=registry) as service,
-        _watching(service, config) as model,
+        _watching(service, config, say) as model,
         asyncio.TaskGroup() as group,
     ):
         tenants = TenantKeys.read(config.api_key_file)
@@ -187,28 +184,32 @@ async def _serve(config: RouterCommandConfig) -> None:
         host, port = await server.start()
         watching = group.create_task(tenants.watch())
         if not tenants.ask_for_keys and not Address(host=host).is_local:
-            _say(
+            say(
                 "router",
                 "warning",
                 f"{host} port {port} answers whoever reaches it: no API key is set; give --api-key-file or PENSTOCK_API_KEY",
             )
         try:
-            _say(
+            say(
                 "router",
                 "ready",
                 f"http://{host}:{port}  policy {config.service.router.policy}  Ctrl-C stops",
             )
-            async with _picking(service, config, model, server.budget):
+            async with _picking(service, config, model, server.budget, say):
                 await requested.wait()
         finally:
             watching.cancel()
             await server.close()
-    _say("router", "stopped")
+    say("router", "stopped")
 
 
 @asynccontextmanager
 async def _picking(
-    service: RoutingService, config: RouterCommandConfig, model: RouteModel | None, budget: ReceiveBudget
+    service: RoutingService,
+    config: RouterCommandConfig,
+    model: RouteModel | None,
+    budget: ReceiveBudget,
+    say: Say,
 ) -> AsyncIterator[None]:
     """Pick endpoints for Envoy, where the settings say so.
 
@@ -230,7 +231,7 @@ async def _picking(
     )
     server = EndpointPickerServer(picker, settings, budget)
     host, port = await server.start()
-    _say(
+    say(
         "router",
         "picking",
         f"endpoints for Envoy at {host}:{port}{'' if settings.tls is None else ', with TLS'}",
@@ -242,7 +243,9 @@ async def _picking(
 
 
 @asynccontextmanager
-async def _watching(service: RoutingService, config: RouterCommandConfig) -> AsyncIterator[RouteModel | None]:
+async def _watching(
+    service: RoutingService, config: RouterCommandConfig, say: Say
+) -> AsyncIterator[RouteModel | None]:
     """Watch the running servers, if there are any, and give their model."""
     if config.model is None:
         yield None
@@ -253,7 +256,7 @@ async def _watching(service: RoutingService, config: RouterCommandConfig) -> Asy
     async with AsyncExitStack() as stack:
         if config.pool is None:
             running = WatchedServers(
-                service, config.roles, model=model, model_dir=model_dir, adapters=config.adapters, say=_say
+                service, config.roles, model=model, model_dir=model_dir, adapters=config.adapters, say=say
             ).run()
         else:
             client = await stack.enter_async_context(

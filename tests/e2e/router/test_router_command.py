@@ -22,6 +22,7 @@ from penstock.cli import router as router_command
 from penstock.cli.router import RouterCommandConfig
 from penstock.demo import MODEL_DIR
 from penstock.deploy.state import load_admin_token
+from penstock.deploy.supervisor.output import ProcessOutput
 from penstock.frontend.http.router import RoutingHttpConfig, RoutingServer
 from penstock.frontend.limits.keys import TenantConfig, hash_of
 from penstock.frontend.limits.tenants import ApiAccess, TenantKeys
@@ -242,15 +243,16 @@ async def test_an_api_key_is_asked_for_but_by_probes(api):
 def test_an_open_router_that_others_reach_is_said(monkeypatch, tmp_path):
     def said(host: str) -> list[str]:
         """Start the command; the line that says it is ready ends it."""
-        lines = []
+        lines: list[str] = []
 
-        def say(_: str, state: str, text: str = "") -> None:
-            lines.append(f"{state} {text}")
-            if state == "ready":
-                os.kill(os.getpid(), signal.SIGTERM)
+        class Said(ProcessOutput):
+            def print(self, text: str, target: int = 1) -> None:
+                lines.append(text.partition(" ")[2].strip())
+                if lines[-1].startswith("ready"):
+                    os.kill(os.getpid(), signal.SIGTERM)
 
-        monkeypatch.setattr(router_command, "say", say)
-        router_command.run_router(RouterCommandConfig(host=host, port=0, api_key_file=key_file))
+        config = RouterCommandConfig(host=host, port=0, api_key_file=key_file)
+        router_command.run_router(config, log_level="critical", output=Said())
         return [line for line in lines if line.startswith("warning")]
 
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
