@@ -45,10 +45,6 @@ EXPERIMENTS = Benches(
             "benchmarks.micro.hashing",
             "token ids into block hashes, against the Python reference",
         ),
-        "kv-agents": (
-            "benchmarks.simulated.agents",
-            "agents that call tools beside chats on 8 H100, simulated: TTFT and GPU-hours with and without sessions and a host tier",
-        ),
         "kv-offload": (
             "benchmarks.kv.offload",
             "conversations of more KV than the device holds: without a host tier, with one, and with its bytes on the device",

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tables import (
-    agents,
     deployments,
     disagg,
     eviction,
@@ -40,7 +39,6 @@ _TABLE = re.compile(rf"<!-- table ([\w-]+): made by tools/docs_tables.py -->\n.*
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = (
     readme.TABLES
-    | agents.TABLES
     | results.TABLES
     | disagg.TABLES
     | kv_prefetch.TABLES

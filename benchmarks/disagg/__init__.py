@@ -11,7 +11,6 @@ from benchmarks.disagg.memcpy import memcpy_bytes_per_s
 from benchmarks.disagg.model import KV_BYTES_PER_TOKEN, SIZES, make_model
 from benchmarks.disagg.sides import (
     CHUNKS,
-    LATE_TOKEN_SHARE,
     PROMPT_TOKENS_MAX,
     PROMPT_TOKENS_MIN,
     WHOLE,
@@ -32,8 +31,8 @@ _QUIET_PROMPTS, _QUICK_QUIET_PROMPTS = 6, 1
 _QUICK_CHUNKS = (WHOLE,)
 _PREFILL_SHARE = 0.55
 _PROMPT_TOKENS = (2100, 2600)
-# Used where aggregated sides have a chunk size: _ALONE runs streams without prompts, _STRICT allows no late token.
-_DISAGGREGATED, _ALONE, _STRICT = 0, -1, -2
+_DISAGGREGATED, _ALONE = 0, -1
+"""Used where aggregated sides have a chunk size; `_ALONE` runs streams without prompts."""
 _RATIO_WANTED = 3.0
 _KV_TRANSFER_TURNS = 5
 _CHECKSUMS = {"summed": (), "unsummed": ("--set", "worker.kv_transfer.checksum=false")}
@@ -65,12 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("MIN", "MAX"),
         help=f"of the long prompts (default {_PROMPT_TOKENS[0]} {_PROMPT_TOKENS[1]})",
     )
-    add(
-        "--late-token-share",
-        type=float,
-        metavar="P",
-        help=f"of the disaggregated side, which is measured with 0 as well (default {LATE_TOKEN_SHARE:g}; 0 with --quick)",
-    )
     add("--arrivals", choices=ARRIVALS, default=ARRIVALS[0], help="of the long prompts (default %(default)s)")
     add("--seed", type=int, default=0, help="of weights, prompts and moments (default 0)")
     add(
@@ -95,14 +88,13 @@ def run(options: argparse.Namespace) -> BenchReport:
     chunks = _QUICK_CHUNKS if quick else CHUNKS
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
         stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
-        flags = disaggregated_flags(_late_token_share(options))
+        flags = disaggregated_flags()
         sides = {
             _DISAGGREGATED: flags,
-            _STRICT: disaggregated_flags(0.0),
             **{chunk: aggregated_flags(chunk) for chunk in (*chunks, WHOLE)},
         }
-        if quick:  # the deployment that sets the load is measured as the disaggregated and as the strict side
-            del sides[_DISAGGREGATED], sides[_STRICT]
+        if quick:  # the deployment that sets the load is measured as the disaggregated side
+            del sides[_DISAGGREGATED]
         else:
             sides[_ALONE] = flags
         first = stage.set_load(
@@ -113,16 +105,15 @@ def run(options: argparse.Namespace) -> BenchReport:
         )
         measured = stage.run(sides, _turns(options), without_prompts=_ALONE)
     if first is not None:
-        measured |= {_DISAGGREGATED: [first], _STRICT: [first]}
+        measured[_DISAGGREGATED] = [first]
     disaggregated, aggregated = measured[_DISAGGREGATED], {chunk: measured[chunk] for chunk in chunks}
     moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
     memcpy = memcpy_bytes_per_s(moved_bytes)
     level, alone = figures.point_of(_DISAGGREGATED, disaggregated), measured.get(_ALONE)
-    strict = figures.point_of(_STRICT, measured[_STRICT])
     points = [figures.point_of(chunk, measured) for chunk, measured in aggregated.items()]
     best = best_chunk(points, level.ttft_p99_ms)
     whole = figures.point_of(WHOLE, measured[WHOLE])
-    rows = [Row("1 prefill, 1 decode, none late", strict), Row("the same, a few late", level)]
+    rows = [Row("1 prefill, 1 decode", level)]
     if alone is not None:
         rows.append(Row("the same, no prompts", figures.point_of(_ALONE, alone), remark="limit"))
     rows += [
@@ -130,10 +121,9 @@ def run(options: argparse.Namespace) -> BenchReport:
     ]
     print_table([*rows, Row("2 aggregated", whole, "whole")])
     if options.plot is not None:
-        _write_plot(options.plot, plot.draw(level, strict, points, best))
+        _write_plot(options.plot, plot.draw(level, points, best))
     found = (
-        figures.strict(measured[_STRICT], best_chunk(points, strict.ttft_p99_ms))
-        | figures.compared(disaggregated, aggregated[best.chunk])
+        figures.compared(disaggregated, aggregated[best.chunk])
         | {"chunk_aggregated": best.chunk}
         | figures.curve(points)
         | figures.of_side("aggregated_whole", measured[WHOLE])
@@ -149,11 +139,7 @@ def run(options: argparse.Namespace) -> BenchReport:
         config=_config(options, workload, chunks),
         figures=found,
         samples=figures.samples_of(
-            {
-                "disaggregated": disaggregated,
-                "disaggregated_strict": measured[_STRICT],
-                "aggregated_whole": measured[WHOLE],
-            }
+            {"disaggregated": disaggregated, "aggregated_whole": measured[WHOLE]}
             | {f"aggregated_c{chunk}": side for chunk, side in aggregated.items()}
             | ({} if alone is None else {"alone": alone})
         ),
@@ -165,7 +151,7 @@ def run(options: argparse.Namespace) -> BenchReport:
 def _only_kv_transfer(options: argparse.Namespace, workload: StreamsAndPrompts) -> BenchReport:
     """Measure KV transfers with and without checksums, in turns of new deployments."""
     turns = _KV_TRANSFER_TURNS if options.turns is None and not options.quick else _turns(options)
-    flags = {name: [*disaggregated_flags(0.0), *more] for name, more in _CHECKSUMS.items()}
+    flags = {name: [*disaggregated_flags(), *more] for name, more in _CHECKSUMS.items()}
     seconds: dict[str, list[list[float]]] = {name: [] for name in flags}
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
@@ -206,8 +192,6 @@ def _workload(options: argparse.Namespace) -> StreamsAndPrompts:
         raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock-llm[engine]`")
     if not 0 < options.prefill_share < 1:
         raise ConfigError(f"--prefill-share: must be > 0 and < 1, got {options.prefill_share:g}")
-    if not 0 <= (options.late_token_share or 0.0) < 1:
-        raise ConfigError(f"--late-token-share: must be >= 0 and < 1, got {options.late_token_share:g}")
     expect_at_least(options, seconds=1, turns=1, streams=1, kv_transfer=1)
     shortest, longest = options.prompt_tokens
     if not PROMPT_TOKENS_MIN <= shortest <= longest <= PROMPT_TOKENS_MAX:
@@ -222,13 +206,6 @@ def _workload(options: argparse.Namespace) -> StreamsAndPrompts:
         seed=options.seed,
         arrivals=options.arrivals,
     )
-
-
-def _late_token_share(options: argparse.Namespace) -> float:
-    """Give the share of tokens that may be late; a quick run allows none, so that one deployment serves both sides."""
-    if options.quick:
-        return 0.0
-    return LATE_TOKEN_SHARE if options.late_token_share is None else float(options.late_token_share)
 
 
 def _turns(options: argparse.Namespace) -> int:
@@ -248,8 +225,7 @@ def _config(
         "turns": _turns(options),
         "prefill_share": options.prefill_share,
         "arrivals": workload.arrivals,
-        "disaggregated": disaggregated_flags(_late_token_share(options)),
-        "disaggregated_strict": disaggregated_flags(0.0),
+        "disaggregated": disaggregated_flags(),
         "aggregated": aggregated_flags(chunks[0]),
         "chunks": list(chunks),
         "seed": options.seed,
@@ -258,14 +234,9 @@ def _config(
 
 
 def _problems(found: dict[str, float]) -> list[str]:
-    problems = [
-        f"{said}ITL p99 is {found[name]:.2g} times as low, expected {_RATIO_WANTED:g}"
-        for name, said in (
-            ("itl_p99_ratio_strict", "where no token may be late, "),
-            ("itl_p99_ratio", ""),
-        )
-        if found[name] < _RATIO_WANTED
-    ]
+    problems = []
+    if found["itl_p99_ratio"] < _RATIO_WANTED:
+        problems.append(f"ITL p99 is {found['itl_p99_ratio']:.2g} times as low, expected {_RATIO_WANTED:g}")
     if found["output_tokens_ratio"] < 1:
         problems.append(f"{found['output_tokens_ratio']:.3g} times the output tokens/s, expected 1 or more")
     return problems

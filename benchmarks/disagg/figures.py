@@ -61,17 +61,6 @@ def of_side(name: str, turns: Turns) -> dict[str, float]:
     }
 
 
-def strict(side: Turns, opponent: Point) -> dict[str, float]:
-    """Give the figures of the disaggregated side with an ITL budget of 0, and its ratio to the aggregated chunk size that is compared with it."""
-    figures = of_side("disaggregated_strict", side)
-    return {
-        "itl_p99_ratio_strict": opponent.itl_p99_ms / figures["itl_p99_ms_disaggregated_strict"],
-        "output_tokens_ratio_strict": figures["output_tokens_per_s_disaggregated_strict"]
-        / opponent.output_tokens_per_s,
-        "chunk_aggregated_strict": opponent.chunk,
-    } | figures
-
-
 def limits(best: Point, alone: Turns) -> dict[str, float]:
     """Give the ITL p99 of the streams without prompts, and the best chunk's ITL p99 over it."""
     itl_p99_ms = _median(alone, lambda turn: _ms(turn.itl_s, 99))

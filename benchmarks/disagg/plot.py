@@ -30,8 +30,8 @@ class _Panel:
     high: float
 
     @classmethod
-    def around(cls, left: float, values: Sequence[float], *levels: float) -> Self:
-        known = [value for value in (*values, *levels) if value > 0] or [1.0]
+    def around(cls, left: float, values: Sequence[float], level: float) -> Self:
+        known = [value for value in (*values, level) if value > 0] or [1.0]
         low, high = (math.floor(math.log2(value)) for value in (min(known), max(known)))
         return cls(left, len(values), 2.0**low, 2.0 ** (high + 1))
 
@@ -52,16 +52,15 @@ class _Panel:
         return round(_HEIGHT - _BOTTOM - part * (_HEIGHT - _TOP - _BOTTOM), 1)
 
 
-def draw(disaggregated: Point, strict: Point, points: Sequence[Point], best: Point) -> str:
-    """Draw three panels; a full dot marks the aggregated workers' best chunk size, a dashed line `strict`, which allows no late token."""
+def draw(disaggregated: Point, points: Sequence[Point], best: Point) -> str:
+    """Draw three panels; a full dot marks the aggregated workers' best chunk size."""
     parts: list[str] = []
     for number, (field, title) in enumerate(_PANELS):
         values = [float(getattr(point, field)) for point in points]
-        level, strict_level = float(getattr(disaggregated, field)), float(getattr(strict, field))
-        panel = _Panel.around(number * _WIDTH, values, level, strict_level)
+        level = float(getattr(disaggregated, field))
+        panel = _Panel.around(number * _WIDTH, values, level)
         parts += _frame(panel, title, [point.chunk for point in points])
         parts += _curve(panel, values, points.index(best))
-        parts.append(_line(panel, strict_level, "4 4"))
         parts += _level(panel, level)
     width = len(_PANELS) * _WIDTH
     body = "\n".join(parts)
@@ -103,11 +102,6 @@ def _curve(panel: _Panel, values: Sequence[float], best: int) -> list[str]:
 def _level(panel: _Panel, value: float) -> list[str]:
     y = panel.y(value)
     return [
-        _line(panel, value),
+        f'<line x1="{panel.begin}" x2="{panel.end}" y1="{y}" y2="{y}" stroke="{_DISAGGREGATED}" stroke-width="2"/>',
         f'<text x="{panel.end}" y="{y - 5}" text-anchor="end">1 prefill, 1 decode</text>',
     ]
-
-
-def _line(panel: _Panel, value: float, dashes: str = "none") -> str:
-    y = panel.y(value)
-    return f'<line x1="{panel.begin}" x2="{panel.end}" y1="{y}" y2="{y}" stroke="{_DISAGGREGATED}" stroke-width="2" stroke-dasharray="{dashes}"/>'

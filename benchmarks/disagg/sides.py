@@ -15,20 +15,16 @@ PROMPT_TOKENS_MAX = 8000
 """Prompts and their answers fit the model's context."""
 WHOLE = 8192
 """A step takes a whole prompt, so that streams wait for a prompt at most once."""
-LATE_TOKEN_SHARE = 0.005
-"""Half of the share that a 99th percentile leaves out."""
 
 
 def aggregated_flags(chunk: int) -> list[str]:
     return ["--workers", "2", "--set", f"roles.aggregated.max_batch_tokens={chunk}"]
 
 
-def disaggregated_flags(late_token_share: float = LATE_TOKEN_SHARE) -> list[str]:
+def disaggregated_flags() -> list[str]:
     """Give flags for one prefill and one decode worker; the prefill worker computes one whole prompt a step, first come first served.
 
-    Two prompts in one step would delay the first. Prompts are about equally long, so shortest first would only delay others. The
-    decode worker computes a prompt whose TTFT would double on the prefill worker, if no more than `late_token_share` of
-    the streams' tokens is late by that.
+    Two prompts in one step would delay the first. Prompts are about equally long, so shortest first would only delay others.
     """
     return [
         *("--prefill", "1", "--set", f"roles.prefill.max_batch_tokens={WHOLE}"),
@@ -36,7 +32,6 @@ def disaggregated_flags(late_token_share: float = LATE_TOKEN_SHARE) -> list[str]
         *("--set", "roles.prefill.prompt_order=fcfs"),
         *("--decode", "1", "--set", f"roles.decode.max_batch_tokens={WHOLE}"),
         *("--set", f"router.disagg.local_tokens_max={_SHORT_TOKENS}"),
-        *("--set", f"router.disagg.late_token_share={late_token_share:g}"),
     ]
 
 

@@ -44,7 +44,6 @@ def worker(name: str, **fields: Any) -> WorkerRow:
         "hit_tokens": 6500,
         "generated_tokens": 3000,
         "preemptions": 4,
-        "sessions": 1,
         "speed": WorkerSpeed(prefilled_tokens_per_s=100.0, generated_tokens_per_s=50.0, step_s=0.02),
         "tiers": tiers,
         "links": (LinkRow(source="prefill-1", transport="shm", num_bytes=4_000_000, seconds=0.5),),
@@ -64,7 +63,6 @@ def view(worker_id: int, load: WorkerLoad | None = None, **fields: Any) -> Worke
         "condition": Condition.READY, "problem": None, "kv_transfer_problem": None, "address": "", "host": "", "rack": "", "zone": "",
         "region": "", "pid": 1, "connections": 1, "open_requests": 0, "reserved_requests": 0, "reserved_prefill_tokens": 0,
         "reserved_blocks": 0, "indexed_blocks": 0, "predicted": False, "adapters": (), "event_sequence": None, "event_resyncs": 0,
-        "price_factor": None, "price_trusted": True,
     }  # fmt: skip
     return WorkerView(worker_id=worker_id, **({"load": shown} | known | fields))
 

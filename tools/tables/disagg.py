@@ -1,4 +1,4 @@
-"""Streams beside long prompts: what the two sides of `python -m benchmarks disagg` have, the strict comparison first."""
+"""Streams beside long prompts: what the two sides of `python -m benchmarks disagg` have."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,24 +7,20 @@ import numpy as np
 
 from tables.read import figure, link, report, table, text
 
-_STRICT, _LATE = "strict", ""
-
 
 class _Run(NamedTuple):
     file: str
     said: str
-    has_both: bool = True
-    """Whether a run has a side of which 0.005 may be late beside the strict one; else its one side is strict."""
 
 
 RUNS = (
     _Run("disagg", "latest run"),
     _Run("disagg_second", "other prompts"),
     _Run("disagg_third", "third"),
-    _Run("disagg_strict", "earlier", has_both=False),
-    _Run("disagg_own_cores", "earlier still", has_both=False),
+    _Run("disagg_strict", "earlier"),
+    _Run("disagg_own_cores", "earlier still"),
     _Run("disagg_even", "prompts come evenly"),
-    _Run("disagg_long_prompts", "4,150 to 4,550 tokens, 80 % busy", has_both=False),
+    _Run("disagg_long_prompts", "4,150 to 4,550 tokens, 80 % busy"),
 )
 
 
@@ -39,9 +35,9 @@ class Side(NamedTuple):
     """ITL p99, p99.9 and longest stall in ms, TTFT p99 in s."""
 
 
-def side(run: _Run, kind: str) -> Side:
-    is_plain = kind == _LATE or not run.has_both
-    end = "" if is_plain else "_strict"
+def side(run: _Run) -> Side:
+    """Read one run; reports with a second side, of which some tokens might be late, name this one `strict`."""
+    end = "" if figure(run.file, "chunk_aggregated_strict") is None else "_strict"
     chunk = figure(run.file, f"chunk_aggregated{end}")
     if chunk is None:
         return Side(None, None, None, (None,) * 4, (None,) * 4)
@@ -67,26 +63,22 @@ def _seen(file: str, name: str) -> tuple[float | None, ...]:
 
 
 def comparisons() -> Iterator[str]:
-    """Each run, strict first, then with a few late tokens."""
+    """Each run."""
 
     def rows() -> Iterator[list[str]]:
-        for kind, said in ((_STRICT, "none"), (_LATE, "0.005")):
-            for run in RUNS:
-                if kind == _LATE and not run.has_both:
-                    continue
-                found = side(run, kind)
-                pairs = zip(found.disaggregated, found.aggregated, strict=True)
-                yield [
-                    said,
-                    link(run.said, run.file),
-                    f"**{text(found.ratio, '.2f')}**",
-                    *(f"{text(ours)}, {text(theirs)}" for ours, theirs in pairs),
-                    text(found.chunk, ",d") if found.chunk else "-",
-                    text(found.tokens_ratio, ".2f"),
-                ]
+        for run in RUNS:
+            found = side(run)
+            pairs = zip(found.disaggregated, found.aggregated, strict=True)
+            yield [
+                link(run.said, run.file),
+                f"**{text(found.ratio, '.2f')}**",
+                *(f"{text(ours)}, {text(theirs)}" for ours, theirs in pairs),
+                text(found.chunk, ",d") if found.chunk else "-",
+                text(found.tokens_ratio, ".2f"),
+            ]
 
     head = [
-        "tokens that may be late", "run", "ITL p99 times as low", "ITL p99, ms: disaggregated, aggregated", "p99.9", "longest stall",
+        "run", "ITL p99 times as low", "ITL p99, ms: disaggregated, aggregated", "p99.9", "longest stall",
         "TTFT p99, s", "aggregated chunk", "output tokens",
     ]  # fmt: skip
     return table(head, rows())

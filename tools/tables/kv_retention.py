@@ -8,16 +8,12 @@ _REPORT = "kv_retention"
 _GROUPS = ("all", "agents", "chats", "one-shot", "scans")
 _CASES = {
     "lru": "`lru`, nothing said",
-    "lru-pins-60s": "`lru`, agents' sessions pinned, TTL 60 s",
     "seconds": "`seconds`, nothing said",
     "systems": "`seconds` told which blocks are system prompts",
     "names": "`seconds`, sessions named",
     "tools": "`seconds`, results of tools seen",
     "names-and-tools": "`seconds`, both",
     "priority-60s": "both, agents' priority 1 for 60 s",
-    "pins-10s": "both, agents' sessions pinned, TTL 10 s",
-    "pins-60s": "both, agents' sessions pinned, TTL 60 s",
-    "pins-300s": "both, agents' sessions pinned, TTL 300 s",
 }
 _NEIGHBOURS = {"prompts": "one-shot prompts", "agents": "agents"}
 _SHARES = ("1", "0.5", "0.25")

@@ -10,7 +10,6 @@ from benchmarks.eviction import plot as eviction_plot
 from benchmarks.kv.retention import plot as retention_plot
 from benchmarks.planner import plot as planner_plot
 from benchmarks.policies import Cell
-from benchmarks.simulated import agents_plot
 from benchmarks.transfer import plot as transfer_plot
 from penstock.bench.report import BenchReport
 from tables.planner import PLANNERS, first_planner, made
@@ -25,9 +24,8 @@ def disagg() -> str:
     start = "itl_p99_ms_aggregated_c"
     chunks = sorted(int(name.removeprefix(start)) for name in figures if name.startswith(start))
     points = [_point(figures, f"aggregated_c{chunk}", chunk) for chunk in chunks]
-    (best,) = (point for point in points if point.chunk == figures["chunk_aggregated"])
-    level, strict = (_point(figures, side, 0) for side in ("disaggregated", "disaggregated_strict"))
-    return disagg_plot.draw(level, strict, points, best)
+    (best,) = (point for point in points if point.chunk == figures["chunk_aggregated_strict"])
+    return disagg_plot.draw(_point(figures, "disaggregated_strict", 0), points, best)
 
 
 def _point(figures: Mapping[str, float], side: str, chunk: int) -> Point:
@@ -39,11 +37,6 @@ def _point(figures: Mapping[str, float], side: str, chunk: int) -> Point:
 
 def eviction() -> str:
     return eviction_plot.draw(report("eviction")["figures"])
-
-
-def kv_agents() -> str:
-    found = report("kv_agents")
-    return agents_plot.draw(found["figures"], found["config"]["rates_per_s"], found["config"]["target_p90_s"])
 
 
 def kv_retention() -> str:
@@ -114,7 +107,6 @@ def transfer() -> str:
 PICTURES: dict[str, Callable[[], str]] = {
     "disagg.svg": disagg,
     "eviction.svg": eviction,
-    "kv-agents.svg": kv_agents,
     "kv-retention.svg": kv_retention,
     "planner.svg": planner,
     "planner-traces.svg": planner_traces,

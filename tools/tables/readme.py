@@ -129,7 +129,7 @@ def _streams() -> Iterator[list[str]]:
 
 
 def _disaggregation() -> Iterator[list[str]]:
-    runs = [side(run, "strict") for run in RUNS]
+    runs = [side(run) for run in RUNS]
     for why, measured, at, unit in (
         ("**Prefill apart from decode**", f"ITL p99 of streams beside long prompts, on CPUs, {len(runs)} runs", 0, " ms"),
         ("", "*loss*: TTFT p99 of the long prompts", 3, " s"),

@@ -1,4 +1,4 @@
-"""What requests, sessions and operators say about KV, and what it saves: kinds, priorities, pins with a TTL, tenants' shares."""
+"""What requests say about KV, and what it saves: kinds, priorities, tenants' shares."""
 
 from benchmarks.kv.retention.command import add_arguments, run
 

@@ -19,16 +19,12 @@ from penstock.sim.engine_timing import prefill_price
 _SAID = Case(names=True, tools=True)
 CASES: Mapping[str, Case] = {
     "lru": Case("lru"),
-    "lru-pins-60s": Case("lru", pin_ttl_s=60),
     "seconds": Case(),
     "systems": Case(systems=True),
     "names": Case(names=True),
     "tools": Case(tools=True),
     "names-and-tools": _SAID,
     "priority-60s": replace(_SAID, priority_ttl_s=60),
-    "pins-10s": replace(_SAID, pin_ttl_s=10),
-    "pins-60s": replace(_SAID, pin_ttl_s=60),
-    "pins-300s": replace(_SAID, pin_ttl_s=300),
 }
 """What is said of the mixture's requests."""
 SHARES: Mapping[str, Case] = {

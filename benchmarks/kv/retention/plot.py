@@ -7,10 +7,8 @@ from benchmarks.lines import draw as draw_panels
 
 _SAID = {
     "lru": "mixture_lru_all",
-    "lru and pins": "mixture_lru-pins-60s_all",
     "seconds": "mixture_seconds_all",
     "names and tools": "mixture_names-and-tools_all",
-    "and pins": "mixture_pins-60s_all",
 }
 _TENANTS = {
     "alone": "alone_seconds-1_chats",

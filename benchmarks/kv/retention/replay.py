@@ -1,4 +1,4 @@
-"""Requests through one device's blocks, with the sessions, retention hints and tenants of an engine's scheduler.
+"""Requests through one device's blocks, with the retention hints and tenants of an engine's scheduler.
 
 Requests come one after another, each ends before the next begins, and time is that of their arrivals.
 """
@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from benchmarks.kv.retention.clock import ReplayClock
 from benchmarks.kv.retention.workloads import AGENTS, CHATS, Ask
 from penstock.core.ids import BlockId, RequestId
-from penstock.core.types.requests import KvRetention, Request, SamplingParams, SessionAction, SessionControl
+from penstock.core.types.requests import KvRetention, Request, SamplingParams
 from penstock.core.wire import NO_TOKENS, HashArray
 from penstock.kv.eviction import BlockUse, EvictionPolicy, PrefillPrice, UseKind
-from penstock.kv.pool import BlockPool, Pins
-from penstock.kv.sessions.config import SessionsConfig
-from penstock.kv.sessions.retention import Retention
-from penstock.kv.sessions.sessions import Sessions
+from penstock.kv.pool import BlockPool
+from penstock.kv.retention import Retention, RetentionConfig
 from penstock.sim.trace import PREFIX_BLOCK_TOKENS
 
 _SAMPLING = SamplingParams(max_tokens=1)
@@ -31,7 +29,6 @@ class Case:
         tools: prompts show that they have results of tools.
         systems: the pool is told which blocks are of a system prompt, by a kind that clients cannot say.
         priority_ttl_s: agents ask for priority 1, for so long after each request; None: they do not.
-        pin_ttl_s: agents open sessions that last so long without a request; None: they do not.
         tenant_share: as `kv.tenant_share`; the tenant is the group.
     """
 
@@ -40,7 +37,6 @@ class Case:
     tools: bool = False
     systems: bool = False
     priority_ttl_s: float | None = None
-    pin_ttl_s: float | None = None
     tenant_share: float = 1.0
 
 
@@ -53,10 +49,7 @@ class Device:
         self._pool = BlockPool(
             num_blocks, PREFIX_BLOCK_TOKENS, case.eviction, price=price, tenant_share=case.tenant_share
         )
-        config = SessionsConfig()
-        pins = Pins(self._pool, lambda: None)
-        self._sessions = Sessions(self._pool, pins, config, clock=self._clock)
-        self._retention = Retention(self._pool, config, self._clock)
+        self._retention = Retention(self._pool, RetentionConfig(), self._clock)
         self._num_asked = 0
 
     def ask(self, ask: Ask, names: HashArray) -> int:
@@ -70,28 +63,20 @@ class Device:
         self._num_asked += 1
         request = self._request(ask)
         self._retention.arrive(request)
-        self._sessions.begin(request)
         held = self._pool.match(names)
         self._pool.acquire(held)
         taken = self._pool.allocate(len(names) - len(held))
-        while taken is None and self._sessions.give_way():
-            taken = self._pool.allocate(len(names) - len(held))
         if taken is None:  # a prompt larger than the pool
             self._pool.release(held)
-            self._sessions.end(request, is_done=False)
             return len(held)
         self._pool.commit(taken, names[len(held) :], int(names[len(held) - 1, 0]) if held else None)
-        self._sessions.hold(request, names, num_prompt=len(names), num_shared=len(held))
-        use = self._retention.use(request, is_ephemeral=self._sessions.is_ephemeral(request))
-        self._release(ask, held + taken, use)
-        self._sessions.end(request, is_done=True)
+        self._release(ask, held + taken, self._retention.use(request))
         self._pool.take_events()
         return len(held)
 
     def check(self) -> None:
-        """Raise AssertionError if blocks or sessions are inconsistent."""
+        """Raise AssertionError if blocks are inconsistent."""
         self._pool.check()
-        self._sessions.check()
 
     def _release(self, ask: Ask, blocks: list[BlockId], use: BlockUse) -> None:
         if self._case.systems:  # tails first, as within one release
@@ -102,20 +87,16 @@ class Device:
 
     def _request(self, ask: Ask) -> Request:
         case, is_agent = self._case, ask.group == AGENTS
-        control = retention = None
-        if case.pin_ttl_s is not None and is_agent:
-            action = SessionAction.CLOSE if ask.is_last else SessionAction.OPEN
-            control = SessionControl(action, case.pin_ttl_s)
+        retention = None
         if case.priority_ttl_s is not None and is_agent:
             retention = KvRetention(1, case.priority_ttl_s)
-        is_named = control is not None or (case.names and ask.group in {AGENTS, CHATS})
+        is_named = case.names and ask.group in {AGENTS, CHATS}
         return Request(
             request_id=RequestId(str(self._num_asked)),
             model="",
             token_ids=NO_TOKENS,
             sampling=_SAMPLING,
             session=ask.session if is_named else None,
-            session_control=control,
             tenant=ask.group,
             retention=retention,
             follows_tool=case.tools and ask.follows_tool,

@@ -33,7 +33,6 @@ class Ask:
         group: the part of the workload that it belongs to.
         session: the client's name of its conversation.
         follows_tool: it has a tool's result: an agent's turn after the first.
-        is_last: the client ends its session with it.
         system: leading blocks that are the system prompt.
     """
 
@@ -41,7 +40,6 @@ class Ask:
     group: str
     session: str
     follows_tool: bool
-    is_last: bool
     system: int
 
 
@@ -60,6 +58,5 @@ def _asks(group: str, chats: Chats, seed: int, span_s: float) -> Iterator[Ask]:
             group=group,
             session=f"{group}-{turn.conversation}",
             follows_tool=group == AGENTS and turn.number > 0,
-            is_last=turn.is_last,
             system=turn.system,
         )

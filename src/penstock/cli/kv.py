@@ -22,20 +22,18 @@ def add_kv(parser: Parser) -> None:
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     add = _adder(actions)
-    add("ls", "list each worker's tiers, sessions and pins")
-    add("stats", "show what each tier and the sessions have done since the worker's start")
-    flush = add("flush", "clear the cache of all tiers; sessions and pins end")
+    add("ls", "list each worker's tiers and pins")
+    add("stats", "show what each tier has done since the worker's start")
+    flush = add("flush", "clear the cache of all tiers; pins end")
     flush.add_argument("--tier", metavar="TIER", help="device: on the device alone (default: all tiers)")
     pin = add("pin", "compute a prefix where no worker has it, and keep it on the device")
     pin.add_argument("held", metavar="NAME", help="what the pin is called; another of this name is replaced")
     _add_prompt(pin)
     pin.add_argument(
-        "--ttl", type=float, metavar="S", help="the pin ends after so many seconds (default: sessions.ttl_s)"
+        "--ttl", type=float, metavar="S", help="the pin ends after so many seconds (default: retention.ttl_s)"
     )
-    unpin = add("unpin", "end a pin, or an agent's session")
-    unpin.add_argument("held", metavar="NAME", help="the pin's name, or the session's id")
-    unpin.add_argument("--session", action="store_true", help="NAME is a session")
-    unpin.add_argument("--tenant", default="", metavar="TENANT", help="for --session: its tenant")
+    unpin = add("unpin", "end a pin")
+    unpin.add_argument("held", metavar="NAME", help="the pin's name")
     prefetch = add("prefetch", "have a worker compute a prefix, or load it from lower tiers", by_worker=False)
     _add_prompt(prefetch)
     evict = add("evict", "drop a prefix from devices, as far as nothing uses it")
@@ -77,17 +75,6 @@ def _run(options: argparse.Namespace) -> int:
 
 _TIMEOUT_S = 630.0  # a prefix may have to be computed
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_SESSION_FIELDS = (
-    "opened",
-    "closed",
-    "expired",
-    "displaced",
-    "yielded",
-    "cleared",
-    "speculative",
-    "speculative_used",
-    "speculative_wasted",
-)
 _TIER_FIELDS = ("hit_tokens", "loads", "loaded_blocks", "offloaded_blocks", "dropped_blocks", "late_loads", "missing_blocks", "corrupt_blocks", "prefetched_blocks", "wasted_blocks")  # fmt: skip
 _DONE = {"pin": "pinned", "unpin": "unpinned", "evict": "evicted", "flush": "flushed"}
 
@@ -126,7 +113,7 @@ def _fields(action: str, options: argparse.Namespace) -> Iterable[tuple[str, Any
         case "flush":
             yield "tier", options.tier
         case "unpin":
-            yield from (("name", options.held), ("session", options.session), ("tenant", options.tenant))
+            yield "name", options.held
         case _:
             yield "model", options.model
             yield _prompt(options)
@@ -187,7 +174,7 @@ def _show(action: str, server: FrontendAddress, options: argparse.Namespace) -> 
 
 
 def _held(load: dict[str, Any], acted: dict[str, Any]) -> Iterable[str]:
-    """Describe a worker's tiers, then its sessions and pins."""
+    """Describe a worker's tiers, then its pins."""
     cached, total = load.get("cached_blocks", 0), load.get("total_blocks", 0)
     yield f"  device {cached:,} of {total:,} blocks cached, {load.get('active_blocks', 0):,} in use"
     for tier in load.get("kv_tiers") or ():
@@ -199,31 +186,16 @@ def _held(load: dict[str, Any], acted: dict[str, Any]) -> Iterable[str]:
         )
     if problem := acted.get("problem"):
         yield f"  {problem}"
-    for held in acted.get("held") or ():
-        kind = (
-            "pin"
-            if held.get("is_pin")
-            else "for a next turn,"
-            if held.get("is_speculative")
-            else "sub-agent"
-            if held.get("is_ephemeral")
-            else "session"
-        )
-        tenant = f" of tenant {held['tenant']}" if held.get("tenant") else ""
-        expires_s = held.get("expires_s")
-        until = f"{held.get('requests', 0)} requests" if expires_s is None else f"ends in {expires_s:.0f} s"
-        yield f"  {kind} {held['name']}{tenant}: {held.get('blocks', 0):,} blocks, {until}"
+    for pin in acted.get("pins") or ():
+        yield f"  pin {pin['name']}: {pin.get('blocks', 0):,} blocks, ends in {pin.get('expires_s', 0):.0f} s"
 
 
 def _stats(load: dict[str, Any]) -> Iterable[str]:
-    """Describe what tiers and sessions have done."""
+    """Describe what tiers have done."""
     yield f"  device {_counts(load, ('prefix_hit_tokens', 'prefilled_tokens', 'preemptions'))}"
     for tier in load.get("kv_tiers") or ():
         times = f"load_s {tier.get('load_s', 0):.2f}, saved_s {tier.get('saved_s', 0):.2f}"
         yield f"  {tier['tier']:6} {_counts(tier, _TIER_FIELDS)}, {times}"
-    if sessions := load.get("sessions"):
-        kept = f"{sessions['open']} open, {sessions['pinned_blocks']:,} of {sessions['pinned_blocks_max']:,} blocks kept"
-        yield f"  sessions {kept}, {_counts(sessions, _SESSION_FIELDS)}"
 
 
 def _counts(values: dict[str, Any], names: Sequence[str]) -> str:

@@ -431,7 +431,7 @@ def _worker_lines(worker: WorkerRow) -> Iterator[str]:
     yield line(worker.condition.replace("_", " ") + (f": {worker.problem}" if worker.problem else ""))
     yield (
         f"{worker.running} run, {worker.waiting} wait, {worker.open_requests} of this frontend;"
-        f" {worker.preemptions:,} preempted, {worker.sessions} sessions"
+        f" {worker.preemptions:,} preempted"
     )
     if worker.region is not None:
         yield f"another region: {far(worker.region)}"

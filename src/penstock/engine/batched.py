@@ -28,8 +28,8 @@ from penstock.kv.eviction import PrefillPrice
 from penstock.kv.load_or_compute import BreakEven, MeasuredPrefill
 from penstock.kv.loads import PrefixLoads
 from penstock.kv.manager import KvManager
+from penstock.kv.operator_pins import KvActions
 from penstock.kv.pool import BlockPool
-from penstock.kv.sessions.actions import KvActions
 from penstock.kv.windows import WindowPrefixes
 from penstock.seams.kv import KvLoad, KvNames, KvRun, KvSource
 
@@ -241,7 +241,7 @@ class BatchedEngine:
             self._prefix_loads = PrefixLoads((), runner.block_size, self._compute_s)
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
         scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, kv=self._kv)
-        scheduler.sessions.on_change = self._wake.set
+        scheduler.operator_pins.on_change = self._wake.set
         scheduler.partial_blocks.keeps_any = runner.groups is None
         self._windows = None if runner.groups is None else WindowPrefixes(pool, runner.groups)
         await self._say_break_even(runner, limits)
@@ -327,7 +327,7 @@ class BatchedEngine:
         if self._preparations is not None:
             self._preparations.close()
         if self._started is not None:
-            self.scheduler.sessions.clear()
+            self.scheduler.operator_pins.clear()
         if self._kv is not None:
             await self._kv.close()
         await self._runner.close()
@@ -384,20 +384,20 @@ class BatchedEngine:
     def claim_partial_block(self, request_id: RequestId) -> BlockId | None:
         return self.scheduler.partial_blocks.claim(request_id)
 
-    def lend_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
-        self.scheduler.lend_partial_block(request_id, block_id, num_tokens)
+    def give_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+        self.scheduler.give_partial_block(request_id, block_id, num_tokens)
 
     def act(self, action: KvAction) -> KvReport:
         """Act on the cache for an operator."""
         scheduler = self.scheduler
-        report = KvActions(self.pool, scheduler.sessions, self.clear_cache).act(action)
-        scheduler.sessions.has_unreported = True
+        report = KvActions(self.pool, scheduler.operator_pins, self.clear_cache).act(action)
+        scheduler.operator_pins.has_unreported = True
         self._wake.set()
         return report
 
     def clear_cache(self) -> None:
         """Empty the prefix cache; blocks of running requests stay theirs."""
-        self.scheduler.sessions.clear()
+        self.scheduler.operator_pins.clear()
         self.pool.reset()
         if self._kv is not None:
             self._kv.clear()

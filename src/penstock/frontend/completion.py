@@ -27,7 +27,7 @@ from penstock.runtime.requests.direct_streams import DirectStream, is_direct
 from penstock.seams import DirectClient, Hold, Interrupt, RequestDispatcher, RequestStream
 
 _TOKEN_BYTES = 4
-_GIVEN_UP = frozenset({FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED})
+_GIVEN_UP = frozenset({FinishReason.ERROR, FinishReason.PREFILLED})
 
 
 class ChoiceText:

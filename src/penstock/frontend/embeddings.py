@@ -119,7 +119,7 @@ VALUES_MAX = 1 << 22
 """Values of all embeddings of an answer: 16 MiB, and about 90 MB of JSON as numbers."""
 AT_ONCE = 32
 """Inputs of one request that workers compute at once, so that it leaves room for others in their queues."""
-_GIVEN_UP = frozenset({FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED})
+_GIVEN_UP = frozenset({FinishReason.ERROR, FinishReason.PREFILLED})
 
 
 class EmbeddingRun:

@@ -15,7 +15,7 @@ from penstock.engine.mock import MockConfig
 from penstock.engine.registry import check_engine_name, engine_kind, engine_names
 from penstock.engine.scheduling.config import AGEING, Order
 from penstock.graph.kubernetes import KubernetesSpec
-from penstock.kv.sessions.config import SessionsConfig
+from penstock.kv.retention import RetentionConfig
 from penstock.perf.hardware import find_hardware
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "mxfp4", "nvfp4"]
@@ -89,8 +89,8 @@ class RoleSpec(Config):
     """Blocks in a worker's KV pool; None is the engine's default."""
     kv: KvConfig = KvConfig()
     """KV tiers below the devices of each worker, as `{host: 8GiB}`."""
-    sessions: SessionsConfig = SessionsConfig()
-    """KV that sessions of agents keep between requests, on engines `paged` and `mock`."""
+    retention: RetentionConfig = RetentionConfig()
+    """Bounds of the KV that operators pin and clients ask to keep, on engines `paged` and `mock`."""
     profile: str | None = pydantic.Field(default=None, min_length=1)
     """File written by `penstock profile` for such a worker, relative to the graph; routers then estimate latency from it instead of the hardware's data sheet."""
     locations: tuple[Location, ...] = ()

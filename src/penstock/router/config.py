@@ -56,8 +56,6 @@ class DisaggConfig(Config):
     """Prompts with fewer uncached tokens on the decode worker are computed there."""
     local_tokens_max: int | None = pydantic.Field(default=None, ge=0)
     """Prompts with more uncached tokens on the decode worker always go to a prefill worker, if there is one; None: whatever takes fewer seconds."""
-    late_token_share: float = pydantic.Field(default=0.0, ge=0, le=1)
-    """Share of a decode worker's tokens that may be late for prompts that it computes itself, where that gives the first token in half the time, whatever the two settings above say. It takes a policy that predicts waits, such as `kv`."""
     kv_transfer_s: float = pydantic.Field(default=0.005, ge=0)
     """Fixed seconds of a KV transfer, beside moving bytes."""
     link_bytes_per_s: float | None = pydantic.Field(default=None, gt=0)
@@ -114,11 +112,9 @@ class RouterConfig(Config):
     """`kv` (fewest predicted seconds), `least-loaded`, `power-of-two`, `round-robin`, `random`, `session` (the session's worker, else as `kv`), an entry point of
     the group `penstock.policies`, or `package.module:Class`."""
     sessions_max: int = pydantic.Field(default=SESSIONS_MAX, ge=1)
-    """Sessions remembered, those that agents opened and those of the policy `session`; past it the least recently used is forgotten."""
+    """Sessions remembered by the policy `session`; past it the least recently used is forgotten."""
     session_idle_s: float = pydantic.Field(default=SESSION_IDLE_S, gt=0)
     """How long such a session without requests is remembered."""
-    session_stay_s: float = pydantic.Field(default=0.25, ge=0)
-    """An open session of an agent stays at its worker while that costs at most so many predicted seconds more than another, by a policy that predicts them; other policies keep it there always."""
     busy_kv_share: float | None = pydantic.Field(default=None, gt=0, le=1)
     """A worker with a larger share of its KV blocks in use gets requests only if all are as busy; None: no limit."""
     busy_queued_tokens: int | None = pydantic.Field(default=None, ge=1)

@@ -12,7 +12,6 @@ from penstock.core.log import get_logger
 from penstock.router.kv_tier_metrics import KvTierMetrics
 from penstock.router.link_metrics import LinkMetrics
 from penstock.router.refusal_metrics import RefusalMetrics
-from penstock.router.session_metrics import SessionMetrics
 
 _log = get_logger()
 
@@ -46,9 +45,7 @@ class RouterMetrics:
                 return cast("Counter", _Unread())
             return Counter(f"penstock_router_{noun}", text, labels, registry=registry)
 
-        def gauge(
-            noun: str, text: str, *labels: str, together: Literal["livesum", "livemin", "livemax"]
-        ) -> Gauge:
+        def gauge(noun: str, text: str, *labels: str, together: Literal["livesum", "livemax"]) -> Gauge:
             if registry is None:
                 return cast("Gauge", _Unread())
             # `together` aggregates several frontend processes
@@ -76,10 +73,6 @@ class RouterMetrics:
             "prefill_predicted_seconds",
             "Predicted seconds of these requests on one worker (local), and on two (prefill, decode, link_setup)",
             "part",
-        )
-        self.late_steps = counter(
-            "late_steps",
-            "Decode steps expected to be late for prompts beside them, where router.disagg.late_token_share is set",
         )
         self.prefetches = counter(
             "prefetches",
@@ -148,11 +141,7 @@ class RouterMetrics:
             lambda noun, text: gauge(noun, text, "worker", "tier", together="livemax")
         )
         shown = partial(gauge, together="livemax")
-        self.sessions, self.links, self.refusals_by_workers = (
-            SessionMetrics(shown),
-            LinkMetrics(shown),
-            RefusalMetrics(shown),
-        )
+        self.links, self.refusals_by_workers = LinkMetrics(shown), RefusalMetrics(shown)
         self.connections_lost = counter("connections_lost", "Connections to workers that ended")
         self.connect_failures = counter(
             "connect_failures",
@@ -172,16 +161,6 @@ class RouterMetrics:
             "fault",
         )
         self.event_snapshots = counter("event_snapshots", "Snapshots of a worker's blocks taken over")
-        self.price_factor_min = gauge(
-            "price_factor_min",
-            "Smallest factor by which a worker's prices are multiplied",
-            together="livemin",
-        )
-        self.price_factor_max = gauge(
-            "price_factor_max",
-            "Largest factor by which a worker's prices are multiplied",
-            together="livemax",
-        )
         self.first_token_s = histogram(
             "first_token_seconds", "From opening a request to its first token", _LATENCIES_S
         )

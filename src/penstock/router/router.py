@@ -25,7 +25,6 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.index.radix import PrefixMatch
 from penstock.router.metrics import RouterMetrics
-from penstock.router.policy.open_sessions import OpenSessions
 from penstock.router.policy.policies import mix, recomputed_blocks, tie_of
 from penstock.router.policy.selector import Choice, WorkerSelector
 from penstock.seams import RoutingContext
@@ -43,7 +42,7 @@ class Router:
     ) -> None:
         self.fleet = fleet
         self._selector = WorkerSelector(config.new_policy(), self._on_failure)
-        self.disagg = DisaggPricing(fleet, self._selector, config, metrics)
+        self.disagg = DisaggPricing(fleet, self._selector, config)
         self._has_failed = False
         self._config = config
         if (
@@ -64,9 +63,6 @@ class Router:
             self._turn
         )  # its own count: with one for both, of two prefill workers only one would be used
         self.decisions = Decisions(config.explain)
-        self.sessions = OpenSessions(config.sessions_max, config.session_idle_s)
-        self.on_session_left: Callable[[WorkerId, Request], None] = lambda _worker_id, _request: None
-        """Called with a worker that the session of this request goes away from."""
         self.on_routed: Callable[[Request], None] = lambda _request: None
         """Called with each request that workers were chosen for, once."""
         self._log_below = config.explain.logged_share * _HASHES if is_debugging() else 0.0
@@ -108,8 +104,6 @@ class Router:
         match = self.fleet.match(pool, hashes[: _usable_blocks(request, pool.card.block_size)])
         context = self._context(request, pool, eligible, match, now_s)
         tie = tie_of(hashes, request.token_ids, context.block_size)
-        if not follows:
-            context = self._at_session(request, context, tie)
 
         prefill_mask = None if follows else self._prefill_mask(request, pool, exclude, context)
         wait_terms = self._selector.wait_terms
@@ -145,22 +139,6 @@ class Router:
             ready = self._without_busy(ready)
         return ready if np.count_nonzero(ready) else None  # 0.2 us, where any() takes 2
 
-    def _at_session(self, request: Request, context: RoutingContext, tie: int) -> RoutingContext:
-        """Leave only the worker that keeps the KV of the request's open session, if it is eligible.
-
-        Where the policy predicts seconds, a session moves to a worker that is cheaper by more than `session_stay_s`: what it
-        saves there, recomputing included, is more than its place is worth.
-        """
-        worker_id = self.sessions.worker_of(request, context.now_s)
-        slot = None if worker_id is None else self.fleet.slot_of(worker_id)
-        if slot is None or not context.eligible[slot]:
-            return context
-        if self._selector.wait_terms:
-            choice = self._selector.choose(context, tie)
-            if choice.slot != slot and choice.costs_more(slot) > self._config.session_stay_s:
-                return context
-        return context.changed(eligible=np.arange(len(context.eligible)) == slot)
-
     def _prefill_mask(
         self, request: Request, pool: WorkerPool, exclude: Collection[WorkerId], context: RoutingContext
     ) -> NDArray[np.bool_] | None:
@@ -185,17 +163,11 @@ class Router:
         """Take the cheapest of the scored candidates; `again` replaces an earlier plan for the same request, which was counted."""
         choices, decision = candidates.choices(), candidates.decision
         cached = candidates.whole_context.overlap_blocks
-        session_worker = self.sessions.worker_of(candidates.request, candidates.context.now_s)
-        parts = [self._part(context, choice, cached, session_worker) for context, choice in choices]
+        parts = [self._part(context, choice, cached) for context, choice in choices]
         if decision is not None:
             self.disagg.taken(decision, candidates.tie, again=again)
         for context, choice in choices:
             self._selector.chosen(context, choice.slot)
-        context, choice = choices[-1]
-        worker_id = WorkerId(int(context.worker_ids[choice.slot]))
-        left = self.sessions.taken(candidates.request, worker_id, context.now_s)
-        if left is not None:
-            self.on_session_left(left, candidates.request)
         self._turn += 1
         self._prompt_turn += candidates.is_disaggregated
         if self.decisions.keeps_any:
@@ -258,7 +230,6 @@ class Router:
     def check(self) -> None:
         """Raise AssertionError where too much is kept."""
         self.decisions.check()
-        self.sessions.check()
         self.disagg.check()
 
     def _without(self, ready: NDArray[np.bool_], exclude: Collection[WorkerId]) -> NDArray[np.bool_]:
@@ -324,25 +295,17 @@ class Router:
             output_tokens=_output_tokens(request),
         )
 
-    def _part(
-        self,
-        context: RoutingContext,
-        choice: Choice,
-        cached: NDArray[np.int32],
-        session_worker: WorkerId | None,
-    ) -> Part:
+    def _part(self, context: RoutingContext, choice: Choice, cached: NDArray[np.int32]) -> Part:
         """Keep the inputs of a choice.
 
         Args:
             context: that it was chosen in.
             choice: what was chosen.
             cached: (num_slots,) blocks cached before any KV transfer.
-            session_worker: keeps the KV of the request's open session; None where none is open.
         """
-        follows = session_worker is not None and context.worker_ids[choice.slot] == session_worker
         return Part(
             slot=choice.slot,
-            reason=RouteReason.SESSION if follows else self._reason(context, choice.slot, cached),
+            reason=self._reason(context, choice.slot, cached),
             overlap_blocks=context.overlap_blocks,
             tier_blocks=context.tier_blocks,
             terms=choice.terms,

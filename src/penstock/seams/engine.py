@@ -269,7 +269,7 @@ class KvPartialBlocks(KvBlocks, Protocol):
         """
         ...
 
-    def lend_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+    def give_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
         """Give a request that was just submitted a pinned partial block to start from.
 
         The request uses the block if all its full blocks are resident when it is admitted. The engine takes over the pin

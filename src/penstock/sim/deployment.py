@@ -157,7 +157,7 @@ class RoleGroup:
             max_waiting_requests=_QUEUE_MAX,
             order=self.spec.prompt_order,
             ageing=self.spec.prompt_ageing,
-            sessions=self.spec.sessions,
+            retention=self.spec.retention,
             eviction=self.spec.kv.eviction,
             tenant_share=self.spec.kv.tenant_share,
             prefetched_requests=self.spec.kv.prefetch,

@@ -25,7 +25,7 @@ from penstock.kv.groups import ONE_TABLE, Windows
 from penstock.kv.loads import leading_runs
 from penstock.kv.manager import KvManager
 from penstock.kv.pool import BlockPool, Pins
-from penstock.kv.sessions.retention import Retention
+from penstock.kv.retention import Retention
 from penstock.seams.kv import KvRun
 from penstock.sim.workload import StreamOf
 
@@ -191,7 +191,7 @@ class JumpScheduler:
         """Blocks pinned for KV transfers."""
         if kv is not None:
             kv.watch(self._states.look_again)
-        self._retention = Retention(pool, config.sessions)
+        self._retention = Retention(pool, config.retention)
         self._arrivals = count()
         self._numbers: dict[RequestId, int] = {}
         self._ids: dict[int, RequestId] = {}

@@ -12,14 +12,13 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import cast
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import Role
-from penstock.core.types.requests import Request, SamplingParams, SessionAction, SessionControl
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens, num_tokens
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.runtime.observations import RequestRecorder
@@ -269,7 +268,6 @@ class _Simulation:
 
     async def _run_session(self, session: SimSession, dispatchers: Sequence[Dispatcher]) -> None:
         """Send a session's turns, round-robin over the frontends."""
-        name = f"s{self._numbers}"
         for turn in session.turns:
             if turn.think_s:
                 await asyncio.sleep(turn.think_s)
@@ -279,8 +277,6 @@ class _Simulation:
             number = self._numbers % len(dispatchers)
             try:
                 request = self._make(request_id, turn, session)
-                if session.opens:
-                    request = self._of_agent(request, name, is_last=turn is session.turns[-1])
                 await self._send(request, dispatchers[number], self._recorders[number])
             except PenstockError as error:
                 recording = self._recording
@@ -345,14 +341,6 @@ class _Simulation:
             slo_itl_s=session.slo_itl_s,
             tenant=session.tenant,
             adapter=None if adapter is None else self._deployment.adapters[adapter],
-        )
-
-    def _of_agent(self, request: Request, session: str, *, is_last: bool) -> Request:
-        """Let a request open an agent's session, or close it."""
-        assert self._deployment.exact, "sessions are kept by exact engines alone"
-        action = SessionAction.CLOSE if is_last else SessionAction.OPEN
-        return msgspec.structs.replace(
-            request, session=session, session_control=SessionControl(action=action)
         )
 
     def _tokens(self, count: int) -> PackedTokens:

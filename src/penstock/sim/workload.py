@@ -133,8 +133,6 @@ class SimSession:
     """ITL target of each request; None for none."""
     tenant: str = ""
     """Tenant; empty for none."""
-    opens: bool = False
-    """Whether it is an agent's, which opens a session with its first turn and closes it with its last; exact engines alone keep its KV."""
 
 
 class WorkloadConfig(Config):

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 
-from penstock.core.types.load import KvTierCounts, LinkReport, SessionCounts, WorkerLoad
+from penstock.core.types.load import KvTierCounts, LinkReport, WorkerLoad
 from penstock.worker.config import WorkerConfig
 
-_Kept = tuple[tuple[KvTierCounts, ...], SessionCounts | None, LinkReport | None]
-"""What changes without a request: blocks in tiers, sessions, and another region behind a link."""
+_Kept = tuple[tuple[KvTierCounts, ...], int, LinkReport | None]
+"""What changes without a request: blocks in tiers, pinned blocks, and another region behind a link."""
 
 
 class LoadReports:
@@ -22,7 +22,7 @@ class LoadReports:
 
     A worker that becomes busy or idle reports at once. Any other change of the running requests is reported
     `load_interval_s` after the last report, or at once if that has passed. A busy worker without changes reports every
-    `load_refresh_s`, an idle one only if KV still moves between its tiers, a session ended, or a link's region changed. With several frontends, a new request is reported in the loop's next turn
+    `load_refresh_s`, an idle one only if KV still moves between its tiers, a pin ended, or a link's region changed. With several frontends, a new request is reported in the loop's next turn
     (`hurry`), since the other frontends cannot know of it.
     """
 
@@ -43,7 +43,7 @@ class LoadReports:
         self._send = send
         self._sent_s = float("-inf")
         self._sent: tuple[int, ...] = (0, 0, 0, 0)  # what ran as of the last report
-        self._sent_kept: _Kept = ((), None, None)
+        self._sent_kept: _Kept = ((), 0, None)
         self._was_busy = False
         self._due_s = math.inf  # latest time of the next report
         self._timer: asyncio.Handle | None = None
@@ -70,7 +70,7 @@ class LoadReports:
                 self._report(load)
             else:
                 self._arm(due_s)
-        elif (load.kv_tiers, load.sessions, load.link) != self._sent_kept:
+        elif (load.kv_tiers, load.pinned_blocks, load.link) != self._sent_kept:
             self.refresh()
 
     def hurry(self) -> None:
@@ -94,7 +94,7 @@ class LoadReports:
         load = load or self._read()
         self._sent_s = self._loop.time()
         self._sent = self._what_runs(load)
-        self._sent_kept = load.kv_tiers, load.sessions, load.link
+        self._sent_kept = load.kv_tiers, load.pinned_blocks, load.link
         self._was_busy = _is_busy(load)
         self._due_s = math.inf
         if self._hurried is not None:
@@ -134,8 +134,7 @@ class LoadReports:
 
 def _is_busy(load: WorkerLoad) -> bool:
     """Say whether there is a request, or blocks of an aborted one that the current step still uses."""
-    kept = 0 if load.sessions is None else load.sessions.pinned_blocks
-    return bool(load.running_requests or load.waiting_requests or load.active_blocks > kept)
+    return bool(load.running_requests or load.waiting_requests or load.active_blocks > load.pinned_blocks)
 
 
 def _figures(load: WorkerLoad) -> tuple[int, int, int]:

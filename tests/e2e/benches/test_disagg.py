@@ -16,11 +16,11 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_kv_transfer(runtime_di
     assert command.main(["disagg", *SHORT, "--json", str(out), "--plot", str(plot)]) == 0
     report = json.loads(out.read_text())
     figures = report["figures"]
-    sides = ("disaggregated", "disaggregated_strict", "aggregated", "aggregated_c8192", "aggregated_whole")
+    sides = ("disaggregated", "aggregated", "aggregated_c8192", "aggregated_whole")
     for side in sides:
         for figure in ("itl_p99_ms", "ttft_p99_ms", "output_tokens_per_s"):
             assert figures[f"{figure}_{side}"] > 0
-    assert figures["chunk_aggregated"] == figures["chunk_aggregated_strict"] == 8192
+    assert figures["chunk_aggregated"] == 8192
     assert figures["itl_p99_ms_aggregated"] == figures["itl_p99_ms_aggregated_c8192"]
     assert report["limits"]["memcpy_gb_per_s"] > 1
     for side in ("disaggregated", "aggregated_c8192"):
@@ -53,7 +53,6 @@ def test_a_kv_transfer_alone(runtime_dir, tmp_path):
     ("options", "words"),
     [
         (["--prefill-share", "1"], "--prefill-share: must be > 0 and < 1, got 1"),
-        (["--late-token-share", "1"], "--late-token-share: must be >= 0 and < 1, got 1"),
         (["--streams", "0"], "--streams: must be >= 1, got 0"),
         (["--kv-transfer", "0"], "--kv-transfer: must be >= 1, got 0"),
         (["--seconds", "nan"], "--seconds: must be >= 1, got nan"),

@@ -83,7 +83,6 @@ def test_a_completion_is_what_the_server_answers(deploy, api):
     (server,) = servers = fakes(api)
 
     async def scenario(site, call):
-        assert (await site.workers())["worker-1"]["price_factor"] is None, "nobody said what it runs on"
         answer = await complete(site, PROMPT, 24)
         assert answer.choices[0].text == expected(server, PROMPT, 24)
         assert answer.choices[0].finish_reason == "length"

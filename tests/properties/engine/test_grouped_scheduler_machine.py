@@ -72,8 +72,8 @@ class Grouped:
                 assert self.cells[place(position)] == expected, "KV of another prefix or group"
         self.reused += start > 0
 
-    def lend(self, request, known, block_id):
-        """Without KV transfers nobody lends blocks."""
+    def give(self, request, known, block_id):
+        """Without KV transfers nobody gives blocks."""
         self.scheduler.pins.unpin([block_id])
 
     def claim_partial_block(self, ended, reason):

@@ -144,15 +144,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             tail = self.scheduler.reserve(1) if has_tail else None
             self.submit_one(request, prompt)
             if tail is not None:
-                self.lend(request, prompt + whole[:done], *tail)
+                self.give(request, prompt + whole[:done], *tail)
 
-    def lend(self, request, known, block_id):
+    def give(self, request, known, block_id):
         """Have a request begin with a block that came from elsewhere: all its tokens after full blocks but the last one."""
         full, tokens = divmod(len(known) - 1, BLOCK_SIZE)
         for position in range(tokens):
             self.cells[block_id, position] = hash(tuple(known[: full * BLOCK_SIZE + position + 1]))
         self.cells[block_id, tokens:] = 0
-        self.scheduler.lend_partial_block(request.request_id, block_id, tokens)
+        self.scheduler.give_partial_block(request.request_id, block_id, tokens)
 
     def submit_one(self, request, prompt):
         waiting = self.scheduler.load().waiting_requests

@@ -86,7 +86,7 @@ def test_all_logprobs_are_out_at_the_end() -> None:
     assert len(event.logprobs) == len(IDS) + 1  # the stop token's is left out, as its text is
 
 
-@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED])
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.PREFILLED])
 def test_a_worker_that_gives_up_is_an_error(reason: FinishReason) -> None:
     with pytest.raises(EngineError, match=str(reason)):
         choice().feed(delta([], reason))

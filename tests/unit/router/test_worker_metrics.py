@@ -1,4 +1,4 @@
-"""Gauges of what workers report: their KV tiers, the sessions that they keep, and links to other regions; and metrics without a registry."""
+"""Gauges of what workers report: their KV tiers, and links to other regions; and metrics without a registry."""
 
 import msgspec
 import pytest
@@ -6,14 +6,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from penstock.core.types.events import Tier
-from penstock.core.types.load import KvTierCounts, LinkProblem, LinkReport, SessionCounts
+from penstock.core.types.load import KvTierCounts, LinkProblem, LinkReport
 from penstock.router.metrics import RouterMetrics
 
 HOST = KvTierCounts(tier=Tier.HOST, total_blocks=8, cached_blocks=2, block_bytes=100, load_s=0.5, saved_s=1.5)
 DISK = KvTierCounts(tier=Tier.DISK, total_blocks=80, block_bytes=100, is_off=True)
-SESSIONS = SessionCounts(
-    open=2, pinned_blocks=7, pinned_blocks_max=8, opened=9, closed=3, expired=2, displaced=1, yielded=1
-)
 LINK = LinkReport(
     region="eu", frontends=3, healthy=2, moved=5, refused=7, clock_skew_s=-1.5, round_trip_s=0.081, advertised_chunks=9, advertised_at_s=1e9,
 )  # fmt: skip
@@ -55,33 +52,11 @@ def test_tiers_of_a_worker_are_shown_until_it_is_gone(shown):
     assert shown("kv_tier_cached_blocks", worker="worker-2", tier="host") == 2
 
 
-def test_sessions_of_a_worker_are_shown_until_it_is_gone(shown):
-    sessions = shown.metrics.sessions
-    sessions.show("worker-1", None)
-    assert shown("sessions") is None
-    sessions.show("worker-1", SESSIONS)
-    expected = {
-        "sessions": 2,
-        "sessions_opened": 9,
-        "session_pinned_blocks": 7,
-        "session_pinned_blocks_max": 8,
-    }
-    assert {noun: shown(noun) for noun in expected} == expected
-    for reason, count in {"closed": 3, "expired": 2, "cleared": 0}.items():
-        assert shown("session_ends", reason=reason) == count
-    sessions.forget("worker-1")
-    sessions.forget("worker-3")
-    assert (shown("sessions"), shown("session_ends", reason="closed")) == (None, None)
-
-
 def test_series_of_several_processes_are_set_to_zero(shown, monkeypatch):
     shown.metrics.kv_tiers.show("worker-1", (HOST,))
-    shown.metrics.sessions.show("worker-1", SESSIONS)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "anywhere")
     shown.metrics.kv_tiers.forget("worker-1")
-    shown.metrics.sessions.forget("worker-1")
-    assert (shown("kv_tier_cached_blocks", tier="host"), shown("sessions")) == (0, 0)
-    assert shown("session_ends", reason="closed") == 0
+    assert shown("kv_tier_cached_blocks", tier="host") == 0
 
 
 def test_each_figure_of_a_link_is_a_gauge(shown):

@@ -14,7 +14,7 @@ from penstock.core.wire import HashArray, PackedHashes, Wire
 
 
 class KvList(Wire, frozen=True, tag="kv_list"):
-    """List the sessions and pins that keep KV."""
+    """List the pins that keep KV."""
 
 
 class KvPin(Wire, frozen=True, tag="kv_pin"):
@@ -27,11 +27,9 @@ class KvPin(Wire, frozen=True, tag="kv_pin"):
 
 
 class KvUnpin(Wire, frozen=True, tag="kv_unpin"):
-    """End a pin, or a session of `tenant` if `is_session`."""
+    """End a pin."""
 
     name: str
-    is_session: bool = False
-    tenant: str = ""
 
 
 class KvEvict(Wire, frozen=True, tag="kv_evict"):
@@ -41,7 +39,7 @@ class KvEvict(Wire, frozen=True, tag="kv_evict"):
 
 
 class KvFlush(Wire, frozen=True, tag="kv_flush"):
-    """Clear the cache on the device alone, or on all tiers for None; all sessions and pins end."""
+    """Clear the cache on the device alone, or on all tiers for None; all pins end."""
 
     tier: Tier | None = None
 
@@ -49,32 +47,24 @@ class KvFlush(Wire, frozen=True, tag="kv_flush"):
 KvAction = KvList | KvPin | KvUnpin | KvEvict | KvFlush
 
 
-class KvHeld(Wire, frozen=True):
-    """A session or pin of a worker.
+class KvPinned(Wire, frozen=True):
+    """A pin of a worker.
 
     Attributes:
-        name: the session's id, or the pin's name.
-        blocks: that it keeps now.
-        requests: of the session, waiting or running.
-        expires_s: seconds until it ends; None while a request runs.
-        is_speculative: a request's answer, kept for its next turn; `name` is the request's id.
+        blocks: device blocks that the pin keeps.
+        expires_s: seconds until the pin ends.
     """
 
     name: str
-    tenant: str = ""
-    is_pin: bool = False
-    is_ephemeral: bool = False
     blocks: int = 0
-    requests: int = 0
-    expires_s: float | None = None
-    is_speculative: bool = False
+    expires_s: float = 0.0
 
 
 class KvReport(Wire, frozen=True):
     """A worker's answer: the blocks that were pinned, unpinned, evicted or flushed, or the list."""
 
     blocks: int = 0
-    held: tuple[KvHeld, ...] = ()
+    pins: tuple[KvPinned, ...] = ()
 
 
 class KvAccess(Wire, frozen=True):

@@ -72,37 +72,6 @@ _TIER_SUMMED = tuple(
 )
 
 
-class SessionCounts(Wire, frozen=True):
-    """Sessions of agents whose KV a worker keeps, and how sessions have ended since its start.
-
-    Attributes:
-        open: sessions now, pins of operators included.
-        pinned_blocks: device blocks that they keep, of at most `pinned_blocks_max`.
-        opened: since start, like all that follow.
-        closed: by a request or an operator.
-        expired: past their TTL.
-        displaced: by newer sessions, past the quota of blocks or of sessions.
-        yielded: as a request needed their blocks to run at all.
-        cleared: with the whole cache.
-        speculative: answers kept for a next turn without a session; not among `opened`, nor in the counts of ends above.
-        speculative_used: of these, found by their next turn.
-        speculative_wasted: of these, ended before.
-    """
-
-    open: int = 0
-    pinned_blocks: int = 0
-    pinned_blocks_max: int = 0
-    opened: int = 0
-    closed: int = 0
-    expired: int = 0
-    displaced: int = 0
-    yielded: int = 0
-    cleared: int = 0
-    speculative: int = 0
-    speculative_used: int = 0
-    speculative_wasted: int = 0
-
-
 class ModelLoad(Wire, frozen=True):
     """The load of a model's ready workers together, as a frontend knows it; other deployments that it may use do not count.
 
@@ -189,7 +158,7 @@ class WorkerLoad(Wire, frozen=True):
     """A worker's report to one frontend; the router adds what it has reserved since.
 
     Attributes:
-        active_blocks: blocks held by live requests, or kept by open sessions; other cached blocks without a request do not count.
+        active_blocks: blocks held by live requests, or kept by operators' pins; other cached blocks without a request do not count.
         cached_blocks: blocks in the prefix cache, in use or not.
         queued_prefill_tokens: prompt tokens not computed yet, of waiting and running requests.
         context_tokens: tokens of context of all running requests.
@@ -210,7 +179,7 @@ class WorkerLoad(Wire, frozen=True):
         kv_refused: prompts that a prefill worker exported no KV of, since too many blocks were pinned.
         failed_steps: how many of `steps` failed.
         kv_tiers: the tiers below the device, nearest first.
-        sessions: of agents; None before the first one.
+        pinned_blocks: device blocks that operators' pins keep.
         kv_corrupt: how many of `kv_failures` and early transfers brought bytes other than those at the prefill worker.
         ranks: the loads of data-parallel ranks, of which the other fields are the sum; empty with one rank. A frontend gets
             the load of one rank.
@@ -246,7 +215,7 @@ class WorkerLoad(Wire, frozen=True):
     kv_refused: int = 0
     failed_steps: int = 0
     kv_tiers: tuple[KvTierCounts, ...] = ()
-    sessions: SessionCounts | None = None
+    pinned_blocks: int = 0
     kv_corrupt: int = 0
     ranks: "tuple[WorkerLoad, ...]" = ()
     number: int = 0

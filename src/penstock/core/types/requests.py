@@ -114,7 +114,6 @@ TRANSFER_ID_BYTES = 16
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token; it is the last of the delta's token ids
     LENGTH = "length"
-    CANCELLED = "cancelled"
     PREFILLED = "prefilled"  # a prefill worker is done; the KvHandle says where the blocks are
     ERROR = "error"  # `Delta.error` says why
 
@@ -158,24 +157,6 @@ class SamplingParams(Wire, frozen=True):
         """Give the tokens that end the output where these are the model's ends, each once."""
         ends = () if self.ignore_eos else eos_token_ids
         return list(dict.fromkeys((*self.stop_token_ids, *ends)))
-
-
-class SessionAction(StrEnum):
-    OPEN = "open"  # from this request on its KV is kept between requests
-    CLOSE = "close"  # this request is the last
-
-
-class SessionControl(Wire, frozen=True):
-    """Opens or closes the session that `Request.session` names, for its tenant; open is idempotent.
-
-    Attributes:
-        ttl_s: seconds without a request after which an open session ends; None: the worker's default.
-        is_ephemeral: the KV that only this session has used is freed when the session ends.
-    """
-
-    action: SessionAction
-    ttl_s: float | None = None
-    is_ephemeral: bool = False
 
 
 class KvRetention(Wire, frozen=True):
@@ -228,7 +209,7 @@ class Request(Wire, frozen=True):
         block_hashes: (n, 2) uint64 row-major, one row per full block of `token_ids`, hashed with `salt`.
         deadline_s: seconds that remain, since clocks differ between hosts; None: no deadline.
         kv: blocks that a prefill worker holds for this request.
-        session: the client's name for its session, for session-aware policies and for `session_control`.
+        session: the client's name for its session, for session-aware policies and for the order of eviction.
         tenant: whose fair share the request counts against in a router's request queue.
         priority: above 0: sooner, below: later.
         adapter: LoRA adapter of `model`; its `salt` differs.
@@ -240,9 +221,7 @@ class Request(Wire, frozen=True):
         slo_itl_s: the client's limit between two tokens.
         prefill_only: end after the first token with `FinishReason.PREFILLED`, if more tokens would follow.
         transfer_id: 16 random bytes that name the KV transfer; a secret of the router and the two workers.
-        session_control: opens or closes `session`; None: an open session stays open.
         expected_output_tokens: length of the answer that the client expects; None: unknown.
-        speculative_prefill: keep the prompt and its answer for the next turn, while nothing else needs their room.
         retention: which KV is evicted before this request's; None: no preference.
         follows_tool: the prompt has results of tools: a turn of an agent.
         media: images and the like, and the prompt that `token_ids` begins with before they were expanded in it; `block_hashes`
@@ -273,9 +252,7 @@ class Request(Wire, frozen=True):
     slo_itl_s: float | None = None
     prefill_only: bool = False
     transfer_id: bytes = b""
-    session_control: SessionControl | None = None
     expected_output_tokens: int | None = None
-    speculative_prefill: bool = False
     retention: KvRetention | None = None
     follows_tool: bool = False
     media: MediaPrompt | None = None

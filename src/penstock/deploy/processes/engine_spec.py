@@ -132,7 +132,7 @@ def _scheduler(role: RoleSpec) -> SchedulerConfig:
         max_running_requests=role.max_running_requests,
         order=role.prompt_order,
         ageing=role.prompt_ageing,
-        sessions=role.sessions,
+        retention=role.retention,
         eviction=role.kv.eviction,
         tenant_share=role.kv.tenant_share,
         prefetched_requests=role.kv.prefetch,

@@ -15,8 +15,8 @@ from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.engine.scheduling.slots import Int32s, SequenceSlots
 from penstock.kv.loader import Arrival
 from penstock.kv.manager import KvManager
+from penstock.kv.operator_pins import OperatorPins
 from penstock.kv.pool import BlockPool, Pins
-from penstock.kv.sessions.sessions import Sessions
 from penstock.kv.windows import WindowPins
 
 
@@ -43,11 +43,11 @@ class BatchAdmission:
         self.pins = (
             Pins(pool, self.look_again) if windows is None else WindowPins(pool, windows, self.look_again)
         )
-        """Blocks pinned for KV transfers and sessions."""
+        """Blocks pinned for KV transfers and by operators."""
         self.partial_blocks = PartialBlocks(self.pins)
         """Pinned partial blocks, which have no hash."""
-        self.sessions = Sessions(pool, self.pins, config.sessions)
-        """Blocks kept for sessions of agents."""
+        self.operator_pins = OperatorPins(pool, self.pins, config.retention)
+        """Prefixes that operators keep."""
         self.prefix_hit_tokens = 0
         """Tokens found in the prefix cache, since start."""
         self._waiting = waiting
@@ -89,9 +89,9 @@ class BatchAdmission:
             size, known = self._limits.block_size, len(sequence.token_ids)
             cached = self.prefixes.find(sequence)
             hits = cached.hits
-            lent_tokens = 0 if cached.runs else self._lent_tokens(sequence, (known - 1) // size - len(hits))
+            given_tokens = 0 if cached.runs else self._given_tokens(sequence, (known - 1) // size - len(hits))
             windows = self.prefixes.window_blocks(sequence, len(hits) + cached.num_lower)
-            needed = known // size + 1 - len(hits) - len(cached.targets or ()) - bool(lent_tokens) + windows
+            needed = known // size + 1 - len(hits) - len(cached.targets or ()) - bool(given_tokens) + windows
             free = self._pool.num_available - self._pool.count_idle(hits)
             if cached.windows:
                 held = [block_id for group in cached.windows for block_id in group]
@@ -101,20 +101,18 @@ class BatchAdmission:
             if needed + reserved > free:
                 if self.prefixes.give_way(sequence):
                     continue
-                if self.partial_blocks.free_all_lent():
+                if self.partial_blocks.free_all_given():
                     continue
-                if self.sessions.end_speculative():
-                    continue
-                if not self._slots.running and self.sessions.give_way():
+                if not self._slots.running and self.operator_pins.give_way():
                     continue  # nothing else would free blocks
                 self._is_blocked = True
                 break
             if cached.runs:
                 slot = self._admit_loading(sequence, cached, windows)
             else:
-                lacking = known - len(hits) * size - lent_tokens
+                lacking = known - len(hits) * size - given_tokens
                 count = min(budget, prompt_budget, lacking)
-                slot = self._admit(sequence, cached, windows, lent_tokens, count)
+                slot = self._admit(sequence, cached, windows, given_tokens, count)
                 self._waiting.note(sequence, lacking - count)
                 budget -= count
                 slots.append(slot)
@@ -149,16 +147,16 @@ class BatchAdmission:
                 self._pool.release(freed)
                 self.look_again()
 
-    def _lent_tokens(self, sequence: Sequence, lacking: int) -> int:
-        """Count the computed tokens in a request's lent partial block; free a block that is of no use.
+    def _given_tokens(self, sequence: Sequence, lacking: int) -> int:
+        """Count the computed tokens in a request's given partial block; free a block that is of no use.
 
         With `lacking` full blocks missing, or with more tokens than the request has after its full blocks, it is of no use.
         """
-        lent_tokens = self.partial_blocks.lent_tokens(sequence.request.request_id)
-        if lacking or lent_tokens > (len(sequence.token_ids) - 1) % self._limits.block_size:
-            self.partial_blocks.free_lent(sequence.request.request_id)
+        given_tokens = self.partial_blocks.given_tokens(sequence.request.request_id)
+        if lacking or given_tokens > (len(sequence.token_ids) - 1) % self._limits.block_size:
+            self.partial_blocks.free_given(sequence.request.request_id)
             return 0
-        return lent_tokens
+        return given_tokens
 
     def readmit(self, sequence: Sequence, expected: int) -> int:
         """Give a request whose load of `expected` tokens has failed, and that has just left its slot, one again with what the device has."""
@@ -169,19 +167,19 @@ class BatchAdmission:
         self._waiting.push_front(sequence)
         cached = self.prefixes.find(sequence)
         windows = self.prefixes.window_blocks(sequence, len(cached.hits))
-        return self._admit(sequence, cached, windows, lent_tokens=0, num_new=0)
+        return self._admit(sequence, cached, windows, given_tokens=0, num_new=0)
 
     def _admit(
-        self, sequence: Sequence, found: CachedPrefix, windows: int, lent_tokens: int, num_new: int
+        self, sequence: Sequence, found: CachedPrefix, windows: int, given_tokens: int, num_new: int
     ) -> int:
         """Give a waiting request a slot, its cached blocks, and blocks for its first `num_new` tokens."""
         hits = found.hits
         cached = len(hits) * self._limits.block_size
         slot = self._assign_slot(sequence, found, cached, windows)
-        if lent_tokens:
-            block_id = self.partial_blocks.take_lent(sequence.request.request_id)
-            self._slots.add_partial_block(slot, block_id, lent_tokens)
-        lacking = self._limits.blocks_for(cached + lent_tokens + num_new) - len(hits) - bool(lent_tokens)
+        if given_tokens:
+            block_id = self.partial_blocks.take_given(sequence.request.request_id)
+            self._slots.add_partial_block(slot, block_id, given_tokens)
+        lacking = self._limits.blocks_for(cached + given_tokens + num_new) - len(hits) - bool(given_tokens)
         block_ids = self._pool.allocate(lacking)
         assert block_ids is not None, "admitted without room"
         self._slots.add_blocks(slot, block_ids)
@@ -234,7 +232,7 @@ class BatchAdmission:
         """Give a waiting request a slot and load its blocks from lower tiers; it computes once they have arrived."""
         assert self._kv is not None, "found runs"
         size, request_id = self._limits.block_size, sequence.request.request_id
-        self.partial_blocks.free_lent(request_id)
+        self.partial_blocks.free_given(request_id)
         if sequence.cached_tokens is None and cached.targets is None:
             lacking = sequence.num_prompt - len(cached.hits) * size
             self._kv.count(cached.runs, min(cached.num_lower * size, lacking))
@@ -417,13 +415,13 @@ class Loading:
             self._unstepped.add(slot)
         return arrived, lacking, failed
 
-    def leave(self, slot: int, *, offloads: bool) -> None:
-        """Cancel the load of a slot that is about to be freed, and offload its full blocks if it `offloads`."""
+    def leave(self, slot: int) -> None:
+        """Cancel the load of a slot that is about to be freed, and offload its full blocks."""
         if self._kv is None:
             return
         self._unstepped.discard(slot)
         self._kv.cancel(self._slots.request_ids[slot])
         count = int(self._slots.num_published[slot])
-        if count and offloads:
+        if count:
             hashes, tables = self._slots.sequence(slot).block_hashes[:count], self._slots.tables
             self._kv.offload(hashes, [] if tables is None else list(tables.kept(slot, hashes)))

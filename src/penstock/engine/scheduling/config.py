@@ -7,7 +7,7 @@ from pydantic import Field
 from penstock.core.config import Config
 from penstock.core.types.instances import Role
 from penstock.kv.eviction import EvictionPolicy
-from penstock.kv.sessions.config import SessionsConfig
+from penstock.kv.retention import RetentionConfig
 
 Order = Literal["fcfs", "shortest"]
 AGEING = 0.03
@@ -39,8 +39,8 @@ class SchedulerConfig(Config):
     failed_steps_max: int = Field(default=3, ge=1)
     """Failed steps in a row after which the engine ends, unless one request was in all of them. The requests of each failed step migrate to other workers."""
 
-    sessions: SessionsConfig = SessionsConfig()
-    """KV that sessions of agents keep between requests."""
+    retention: RetentionConfig = RetentionConfig()
+    """Bounds of the KV that operators pin and clients ask to keep."""
 
     @classmethod
     def of_ranks(

@@ -297,14 +297,14 @@ class Prefixes:
 
 
 class PartialBlocks:
-    """The kept and lent blocks of one scheduler, held as pins. Not thread-safe."""
+    """The kept and given blocks of one scheduler, held as pins. Not thread-safe."""
 
     def __init__(self, pins: Pins) -> None:
         self.keeps_any = True
         """Whether blocks of ended requests are kept; False in an engine without KV transfers."""
         self._pins = pins
         self._kept: dict[RequestId, BlockId] = {}
-        self._lent: dict[RequestId, tuple[BlockId, int]] = {}
+        self._given: dict[RequestId, tuple[BlockId, int]] = {}
 
     def keep(self, request_id: RequestId, block_id: BlockId) -> None:
         """Pin the last block of a request that ends, until it is claimed or the next step begins."""
@@ -322,41 +322,41 @@ class PartialBlocks:
             self._pins.unpin(list(self._kept.values()))
             self._kept.clear()
 
-    def lend(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
-        """Lend a block, which the caller has pinned, to a waiting request; its first `num_tokens` tokens are computed."""
-        self.free_lent(request_id)
+    def give(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+        """Give a block, which the caller has pinned, to a waiting request; its first `num_tokens` tokens are computed."""
+        self.free_given(request_id)
         if num_tokens > 0:
-            self._lent[request_id] = block_id, num_tokens
+            self._given[request_id] = block_id, num_tokens
         else:
             self._pins.unpin([block_id])
 
-    def lent_tokens(self, request_id: RequestId) -> int:
-        """Count the computed tokens in the block lent to a request; 0 if there is none."""
-        lent = self._lent.get(request_id)
-        return 0 if lent is None else lent[1]
+    def given_tokens(self, request_id: RequestId) -> int:
+        """Count the computed tokens in the block given to a request; 0 if there is none."""
+        given = self._given.get(request_id)
+        return 0 if given is None else given[1]
 
-    def take_lent(self, request_id: RequestId) -> BlockId:
-        """Turn the pin of a lent block into a reference of the request's sequence."""
-        block_id, _ = self._lent.pop(request_id)
+    def take_given(self, request_id: RequestId) -> BlockId:
+        """Turn the pin of a given block into a reference of the request's sequence."""
+        block_id, _ = self._given.pop(request_id)
         self._pins.pass_on([block_id])
         return block_id
 
-    def free_lent(self, request_id: RequestId) -> None:
-        """Unpin the block lent to a request; no error if there is none."""
-        lent = self._lent.pop(request_id, None)
-        if lent is not None:
-            self._pins.unpin([lent[0]])
+    def free_given(self, request_id: RequestId) -> None:
+        """Unpin the block given to a request; no error if there is none."""
+        given = self._given.pop(request_id, None)
+        if given is not None:
+            self._pins.unpin([given[0]])
 
-    def free_all_lent(self) -> bool:
-        """Unpin all lent blocks, since other requests need them; return whether there were any."""
-        lent = tuple(self._lent)
-        for request_id in lent:
-            self.free_lent(request_id)
-        return bool(lent)
+    def free_all_given(self) -> bool:
+        """Unpin all given blocks, since other requests need them; return whether there were any."""
+        given = tuple(self._given)
+        for request_id in given:
+            self.free_given(request_id)
+        return bool(given)
 
     def check(self, waiting: set[RequestId]) -> None:
-        """Raise AssertionError if a lent block belongs to no waiting request, or a block is not pinned."""
-        assert self._lent.keys() <= waiting, "a block was lent to a request that does not wait"
+        """Raise AssertionError if a given block belongs to no waiting request, or a block is not pinned."""
+        assert self._given.keys() <= waiting, "a block was given to a request that does not wait"
         held = self._pins.holders()
-        for block_id in (*self._kept.values(), *(block_id for block_id, _ in self._lent.values())):
+        for block_id in (*self._kept.values(), *(block_id for block_id, _ in self._given.values())):
             assert held.get(block_id, 0) > 0, f"block {block_id} of a tail is not held"

@@ -28,7 +28,7 @@ from penstock.kv.eviction import BlockUse
 from penstock.kv.groups import GroupEvents
 from penstock.kv.manager import KvManager
 from penstock.kv.pool import BlockPool
-from penstock.kv.sessions.retention import Retention
+from penstock.kv.retention import Retention
 
 
 class Scheduler:
@@ -73,9 +73,9 @@ class Scheduler:
             self._waiting, self._slots, pool, limits=limits, config=config, kv=kv
         )
         self.pins, self.partial_blocks = self._admission.pins, self._admission.partial_blocks
-        self.sessions, self._prefixes = self._admission.sessions, self._admission.prefixes
+        self.operator_pins, self._prefixes = self._admission.operator_pins, self._admission.prefixes
         self._told = None if limits.groups is None else GroupEvents(limits.groups, limits.block_size)
-        self._retention = Retention(pool, config.sessions)
+        self._retention = Retention(pool, config.retention)
         self._budget = StepBudget(self._waiting, self._slots, self._admission, config)
         self._loading = Loading(kv, self._slots, limits)
         if kv is not None:
@@ -94,7 +94,7 @@ class Scheduler:
         self._config = self._admission.config = self._budget.config = self._prefixes.config = config
         self._waiting.reorder(ShortestFirst(config.ageing) if config.is_shortest_first(role) else None)
         self._admission.look_again()
-        self.sessions.clear()
+        self.operator_pins.clear()
 
     # ---- requests in and out --------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            RequestError: it can never run here, or a TTL of its session or KV is too long.
+            RequestError: it can never run here, or the TTL of its KV is too long.
             Overloaded: the queue is full.
         """
         if request.request_id in self._by_id:
@@ -116,7 +116,6 @@ class Scheduler:
                 retry_after_s=1.0,
             )
         self._retention.arrive(request)
-        self.sessions.begin(request)
         self._by_id[request.request_id] = sequence
         self._waiting.push(sequence)
         self._prefixes.look_again()
@@ -133,13 +132,13 @@ class Scheduler:
         else:
             self._drop(sequence)
 
-    def lend_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
-        """Lend a pinned block to a request that was just submitted; see `seams.KvPartialBlocks`."""
+    def give_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
+        """Give a pinned block to a request that was just submitted; see `seams.KvPartialBlocks`."""
         sequence = self._by_id.get(request_id)
         if sequence is None or sequence.slot is not None:
             self.pins.unpin([block_id])
         else:
-            self.partial_blocks.lend(request_id, block_id, num_tokens)
+            self.partial_blocks.give(request_id, block_id, num_tokens)
 
     # ---- one step -------------------------------------------------------------------------------------
 
@@ -235,12 +234,12 @@ class Scheduler:
         return self._make_step(self._end_rows(plan, dict.fromkeys(range(len(plan.slots)), error)))
 
     def take_step(self) -> Step | None:
-        """Return what happened outside of steps: KV events, such as those of imported blocks, and sessions that ended.
+        """Return what happened outside of steps: KV events, such as those of imported blocks, and pins that ended.
 
         Returns:
             None if nothing happened.
         """
-        has_unreported, self.sessions.has_unreported = self.sessions.has_unreported, False
+        has_unreported, self.operator_pins.has_unreported = self.operator_pins.has_unreported, False
         step = self._make_step([])
         return step if step.events or has_unreported else None
 
@@ -276,7 +275,7 @@ class Scheduler:
             failed_steps=self._failed_steps,
             kv_tiers=self._loading.counts,
             onboarded_tokens=self._loading.tokens,
-            sessions=self.sessions.counts,
+            pinned_blocks=self.operator_pins.num_kept,
         )
 
     def check(self) -> None:
@@ -288,7 +287,7 @@ class Scheduler:
             self._kv.check()
         waiting = {request_id for request_id, sequence in self._by_id.items() if sequence.slot is None}
         self.partial_blocks.check(waiting)
-        self.sessions.check()
+        self.operator_pins.check()
         self._prefixes.check()
         held = Counter(self._slots.holders())
         held.update(self.pins.holders())
@@ -323,11 +322,9 @@ class Scheduler:
                     break
                 if self._prefixes.give_way():
                     continue
-                if self.partial_blocks.free_all_lent():
+                if self.partial_blocks.free_all_given():
                     continue
-                if self.sessions.end_speculative():
-                    continue
-                if len(self._slots.running) == 1 and self.sessions.give_way():
+                if len(self._slots.running) == 1 and self.operator_pins.give_way():
                     continue
                 self._preempt(self._slots.running[-1])
         return min(len(self._slots.running), len(slots))
@@ -405,7 +402,7 @@ class Scheduler:
             if request is None:
                 continue  # it was aborted
             del self._by_id[request.request_id]
-            self._end(slot, is_done=False)
+            self._end(slot)
             deltas.append(
                 Delta(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=error.to_info())
             )
@@ -413,37 +410,25 @@ class Scheduler:
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence.slot is not None:
-            self._end(sequence.slot, is_done=False)
+            self._end(sequence.slot)
         else:
             self._waiting.remove(sequence)
             self._prefixes.end(sequence)
-            self.partial_blocks.free_lent(sequence.request.request_id)
-            self.sessions.end(sequence.request, is_done=False)
+            self.partial_blocks.free_given(sequence.request.request_id)
             self._admission.look_again()
 
     def _vacate_aborted(self) -> None:
         for slot in self._aborted_slots:
-            self._end(slot, is_done=False)
+            self._end(slot)
         self._aborted_slots.clear()
 
-    def _end(self, slot: int, *, is_done: bool = True) -> None:
-        """Free the slot and blocks of a request that has ended, but for what its session keeps."""
-        sequence, size = self._slots.sequence(slot), self._limits.block_size
-        self._slots.keep_window(slot)
-        self.sessions.hold(
-            sequence.request,
-            sequence.block_hashes[: self._slots.num_published[slot]],
-            num_prompt=sequence.num_prompt // size,
-            num_shared=(sequence.cached_tokens or 0) // size,
-        )
-        is_ephemeral = self.sessions.is_ephemeral(sequence.request)
-        self._vacate(slot, self._retention.use(sequence.request, is_ephemeral=is_ephemeral))
-        self.sessions.end(sequence.request, is_done=is_done)
+    def _end(self, slot: int) -> None:
+        """Free the slot and blocks of a request that has ended."""
+        self._vacate(slot, self._retention.use(self._slots.sequence(slot).request))
 
     def _vacate(self, slot: int, use: BlockUse | None = None) -> None:
         """Free a slot and its blocks, at the end of the request's use of them; `use` is None if the request comes back."""
-        request = self._slots.sequence(slot).request
         self._slots.keep_window(slot)
-        self._loading.leave(slot, offloads=not self.sessions.is_ephemeral(request))
+        self._loading.leave(slot)
         self._pool.release(self._slots.vacate(slot), use)
         self._admission.look_again()

@@ -17,8 +17,6 @@ from penstock.core.types.requests import (
     KV_PRIORITY_MAX,
     KV_PRIORITY_MIN,
     KvRetention,
-    SessionAction,
-    SessionControl,
 )
 from penstock.core.wire import Wire
 from penstock.frontend.apis.decoding import name_once, parse_body
@@ -26,7 +24,8 @@ from penstock.frontend.apis.decoding import name_once, parse_body
 SESSION_CHARACTERS_MAX = 256
 PRIORITY_MAX = 1000
 _OUTPUT_TOKENS_MAX = (1 << 31) - 1
-_ACTIONS = tuple(action.value for action in SessionAction)
+_OPEN = "open"
+_ACTIONS = (_OPEN, "close")
 
 
 PART_TYPES = {"image_url": "image", "input_audio": "audio", "audio_url": "audio", "video_url": "video"}
@@ -158,7 +157,7 @@ def placeholders(modalities: Sequence[str], text: str, placeholder_of: dict[str,
 
 
 class SessionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`session` of a body. Without an action the request belongs to a session that another request opened, if one did."""
+    """`session` of a body: its name. The other fields are checked, and have no effect."""
 
     id: str
     action: str | None = None
@@ -171,7 +170,7 @@ class AgentHintsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     priority: int | None = None
     osl: int | None = None
-    speculative_prefill: bool | None = None
+    speculative_prefill: bool | None = None  # accepted, no effect
 
 
 class RetentionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -182,7 +181,7 @@ class RetentionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PeerSessionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`nvext.session_control`: a session whose KV is freed when it is closed, or `timeout` seconds after its last request."""
+    """`nvext.session_control`: the session's name. The other fields are checked, and have no effect."""
 
     session_id: str
     action: str | None = None
@@ -213,10 +212,8 @@ class AgentOptions(msgspec.Struct, frozen=True):
     """What a body says of its session, and its hints; None where it says nothing."""
 
     session: str | None = None
-    control: SessionControl | None = None
     priority: int | None = None
     output_tokens: int | None = None
-    speculative_prefill: bool = False
     retention: KvRetention | None = None
 
 
@@ -263,7 +260,7 @@ def agent_options(request: "GenerationRequest") -> AgentOptions:
     if not (request.session or request.kv_retention or request.agent_hints or request.nvext):
         return _NO_OPTIONS
     peer = request.nvext or PeerBody()
-    session, control = _session(request, peer)
+    session = _session(request, peer)
     hints, where = _hints(request, peer)
     priority, output_tokens = hints.priority, hints.osl
     if priority is not None and abs(priority) > PRIORITY_MAX:
@@ -274,7 +271,7 @@ def agent_options(request: "GenerationRequest") -> AgentOptions:
         raise RequestError(f"must be >= 1 and < 2^31 tokens, got {output_tokens}", field=f"{where}.osl")
     retention = _retention(request.kv_retention, priority)
     annotations_of(request)
-    return AgentOptions(session, control, priority, output_tokens, bool(hints.speculative_prefill), retention)
+    return AgentOptions(session, priority, output_tokens, retention)
 
 
 FORMATTED_PROMPT, TOKEN_IDS = "formatted_prompt", "token_ids"
@@ -304,22 +301,21 @@ def annotation_event(name: str, value: object) -> bytes:
     return b"event: %b\n: %b\n\n" % (name.encode(), encode_json(value))
 
 
-def _session(request: "GenerationRequest", peer: PeerBody) -> tuple[str | None, SessionControl | None]:
+def _session(request: "GenerationRequest", peer: PeerBody) -> str | None:
+    """Check the fields of a session, and give its name; None without one."""
     own, its = request.session, peer.session_control
     if own is not None and its is not None:
         raise RequestError("session is given too; send one of the two", field="nvext.session_control")
     if own is not None:
-        control = _control(
-            "session.action", own.action, "session.ttl_s", own.ttl_s, is_ephemeral=own.ephemeral
-        )
-        if own.ephemeral and control is None:
+        _check_action("session.action", own.action, "session.ttl_s", own.ttl_s)
+        if own.ephemeral and own.action is None:
             raise RequestError("is said with an action; add action: open or close", field="session.ephemeral")
-        return _name("session.id", own.id), control
+        return _name("session.id", own.id)
     if its is None:
-        return None, None
+        return None
     where = "nvext.session_control"
-    control = _control(f"{where}.action", its.action, f"{where}.timeout", its.timeout, is_ephemeral=True)
-    return _name(f"{where}.session_id", its.session_id), control
+    _check_action(f"{where}.action", its.action, f"{where}.timeout", its.timeout)
+    return _name(f"{where}.session_id", its.session_id)
 
 
 def _hints(request: "GenerationRequest", peer: PeerBody) -> tuple[AgentHintsBody, str]:
@@ -355,22 +351,17 @@ def _name(where: str, name: str) -> str:
     return name
 
 
-def _control(
-    where: str, action: str | None, where_ttl: str, ttl_s: float | None, *, is_ephemeral: bool
-) -> SessionControl | None:
+def _check_action(where: str, action: str | None, where_ttl: str, ttl_s: float | None) -> None:
     if action is not None and action not in _ACTIONS:
         raise RequestError(
             f"must be one of {', '.join(map(repr, _ACTIONS))}, got {action[:40]!r}", field=where
         )
     if ttl_s is not None and not (ttl_s > 0 and math.isfinite(ttl_s)):
         raise RequestError(f"must be > 0 seconds, got {ttl_s:g}", field=where_ttl)
-    if ttl_s is not None and action != SessionAction.OPEN:
+    if ttl_s is not None and action != _OPEN:
         raise RequestError(
             f"is said when a session is opened; add {where.rsplit('.', 1)[1]}: open", field=where_ttl
         )
-    if action is None:
-        return None
-    return SessionControl(action=SessionAction(action), ttl_s=ttl_s, is_ephemeral=is_ephemeral)
 
 
 STOPS_MAX = 16

@@ -109,11 +109,9 @@ class PinBody(PromptBody, kw_only=True):
 
 
 class UnpinBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Ends a pin or, with `session`, an agent's session."""
+    """Ends a pin."""
 
     name: str
-    session: bool = False
-    tenant: str = ""
     worker: str | None = None
 
 
@@ -275,8 +273,7 @@ class AdminRoutes:
 
     async def _unpin(self, request: web.Request) -> web.Response:
         body = await self._read(request, UnpinBody)
-        action = KvUnpin(name=body.name, is_session=body.session, tenant=body.tenant)
-        return await self._act(action, body.worker)
+        return await self._act(KvUnpin(name=body.name), body.worker)
 
     async def _prefetch(self, request: web.Request) -> web.Response:
         body = await self._read(request, PromptBody)

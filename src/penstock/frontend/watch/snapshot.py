@@ -155,7 +155,7 @@ _OVERVIEW_TIMEOUT_S = 2.0
 
 
 class TierRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of one tier of a worker; `active` are of live requests and sessions."""
+    """Blocks of one tier of a worker; `active` are of live requests and pins."""
 
     tier: str
     total_blocks: int
@@ -208,7 +208,6 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     hit_tokens: int
     generated_tokens: int
     preemptions: int
-    sessions: int
     speed: WorkerSpeed | None
     tiers: tuple[TierRow, ...]
     links: tuple[LinkRow, ...]
@@ -286,7 +285,6 @@ def _row(view: WorkerView, names: dict[int, str], speed: WorkerSpeed | None) -> 
     def count(name: str) -> int:
         return int(load.get(name, 0))
 
-    sessions = load.get("sessions")
     return WorkerRow(
         name=view.name,
         model=view.model,
@@ -302,7 +300,6 @@ def _row(view: WorkerView, names: dict[int, str], speed: WorkerSpeed | None) -> 
         hit_tokens=count("prefix_hit_tokens"),
         generated_tokens=count("generated_tokens"),
         preemptions=count("preemptions"),
-        sessions=0 if sessions is None else sessions.open,
         speed=speed,
         tiers=tuple(_tiers(load)),
         links=tuple(

@@ -1,12 +1,10 @@
 """The disaggregation decision: one worker answers a request alone, or a prefill and a decode worker answer it together.
 
 The cheaper sum of predicted seconds wins. The disaggregated sum adds the KV transfer: every block that the decode worker
-lacks, at the link's bandwidth, plus the link's set-up. An `Override` may change the decision. Policies that predict no times
-compare the number of tokens to compute.
+lacks, at the link's bandwidth, plus the link's set-up. Policies that predict no times send every longer prompt to a prefill worker.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,12 +70,6 @@ class Move:
         return 0.0 if self.setup_s is None or not lacks else float(self.setup_s[slot])
 
 
-class Override(Protocol):
-    """Plain data of one decision that may change the decision. It is logged with the inputs, so it works in replays too."""
-
-    def adjust(self, decision: "DisaggDecision", selector: WorkerSelector, tie: int) -> "DisaggDecision": ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisaggInputs:
     """The inputs of a disaggregation decision, beside the request's routing context.
@@ -88,7 +80,6 @@ class DisaggInputs:
     block_s:     (num_slots,) seconds to move one block from the cheapest prefill worker, beyond the prefill itself
     setup_s:     (num_slots,) seconds charged for a link's set-up, beyond the prefill itself; None where nothing is charged
     kinds:       which decode workers can read from which prefill worker
-    override:    what may change the decision; None for nothing
     always:      decode workers compute no prompts, so the answer is disaggregated whatever it costs
     """
 
@@ -98,7 +89,6 @@ class DisaggInputs:
     block_s: NDArray[np.float64]
     setup_s: NDArray[np.float64] | None
     kinds: Kinds
-    override: Override | None
     config: DisaggConfig
     always: bool = False
 
@@ -228,7 +218,4 @@ def decide(
             pair=(prompt.slot, rest.slot),
             setting="local_tokens_max" if too_long and not is_cheaper else None,
         )
-    decision = DisaggDecision(inputs, context, whole, prompt_context, prompt, rest_context, rest, comparison)
-    if inputs.override is None or comparison.local is None or inputs.always:
-        return decision
-    return inputs.override.adjust(decision, selector, tie)
+    return DisaggDecision(inputs, context, whole, prompt_context, prompt, rest_context, rest, comparison)

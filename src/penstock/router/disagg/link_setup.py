@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.types.instances import Instance, Role
-from penstock.router.disagg.adjustment import Adjustment
 from penstock.router.disagg.disagg import DisaggDecision
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.links.kv_transfer_pairs import KvTransferPairs, common_transports
@@ -35,7 +34,7 @@ class LinkCredit:
     seconds: float
 
 
-class LinkSetup(Adjustment):
+class LinkSetup:
     """The links between workers, by slot. A link is never closed while both workers live."""
 
     def __init__(self, num_slots: int, selector: WorkerSelector) -> None:
@@ -46,8 +45,6 @@ class LinkSetup(Adjustment):
         self._credit_s: dict[int, NDArray[np.float64]] = {}  # by source
         self._settled: dict[int, NDArray[np.float64]] = {}  # by source, the set-ups of which nothing is left
         self._setups: dict[int, tuple[NDArray[np.intp], NDArray[np.float64] | None]] = {}  # by source
-
-    # -- Adjustment
 
     def setup_s(self, pool: WorkerPool, context: RoutingContext, source: int) -> NDArray[np.float64] | None:
         """Give what is charged for each link from a worker, in seconds; None where the policy predicts no seconds."""
@@ -65,10 +62,12 @@ class LinkSetup(Adjustment):
             self.credit_link(credit)
 
     def moved(self, source: int, reader: int) -> None:
+        """Note that the worker in slot `reader` has read KV of the worker in slot `source`."""
         self._know(source)
         self._opened_s[source][reader] = _EVER
 
     def grow(self, num_slots: int) -> None:
+        """Have this many slots."""
         more = num_slots - self._num_slots
         self._num_slots = num_slots
         self._settled.clear()
@@ -77,6 +76,7 @@ class LinkSetup(Adjustment):
             self._credit_s[source] = np.pad(self._credit_s[source], (0, more))
 
     def forget(self, slot: int) -> None:
+        """Forget the worker in a slot."""
         for by_source in (self._opened_s, self._credit_s, self._setups):
             by_source.pop(slot, None)
         self._settled.clear()
@@ -85,6 +85,7 @@ class LinkSetup(Adjustment):
             self._credit_s[source][slot] = 0.0
 
     def check(self, num_slots: int) -> None:
+        """Raise AssertionError where slots, credits and set-ups disagree."""
         assert self._num_slots == num_slots, "link set-ups: as many slots as loads"
         assert self._opened_s.keys() == self._credit_s.keys(), "link set-ups: opened and credited alike"
         for source, opened_s in self._opened_s.items():
@@ -95,8 +96,6 @@ class LinkSetup(Adjustment):
             if settled is not None:
                 assert ((opened_s < _NEVER) | (credit_s >= settled)).all(), f"slot {source}: settled"
         assert self._settled.keys() <= self._opened_s.keys(), "link set-ups: settled but unknown"
-
-    # -- its parts
 
     def setups_s(self, pairs: KvTransferPairs, source: int) -> NDArray[np.float64] | None:
         """Give the seconds from the first read of the KV of the worker in slot `source` until bytes move, by reader.

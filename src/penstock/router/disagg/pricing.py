@@ -1,34 +1,26 @@
-"""One router's inputs of disaggregation decisions: what KV transfers cost now, and the optional cost terms."""
+"""One router's inputs of disaggregation decisions: what KV transfers cost now."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.router.config import RouterConfig
-from penstock.router.disagg.adjustment import Adjustment
 from penstock.router.disagg.disagg import DisaggDecision, DisaggInputs
-from penstock.router.disagg.itl_budget import ItlBudget
 from penstock.router.disagg.link_setup import LinkSetup
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.worker_pool import WorkerPool
-from penstock.router.metrics import RouterMetrics
 from penstock.router.policy.selector import Choice, WorkerSelector
 from penstock.seams import RoutingContext
 
 
 class DisaggPricing:
-    """Prices KV transfers by what the fleet knows, and asks each `Adjustment`. One event loop owns it."""
+    """Prices KV transfers by link bandwidths and link set-ups. One event loop owns it."""
 
-    def __init__(
-        self, fleet: Fleet, selector: WorkerSelector, config: RouterConfig, metrics: RouterMetrics
-    ) -> None:
-        """Have each adjustment follow the fleet's slots."""
+    def __init__(self, fleet: Fleet, selector: WorkerSelector, config: RouterConfig) -> None:
         self._fleet = fleet
         self._selector = selector
         self._config = config.disagg
         self.link_setup = LinkSetup(fleet.loads.num_slots, selector)
-        self.itl_budget = ItlBudget(config, selector, fleet.loads, metrics)
-        self._adjustments: tuple[Adjustment, ...] = (self.link_setup, self.itl_budget)
-        fleet.slot_followers += self._adjustments
+        fleet.slot_followers.append(self.link_setup)
 
     def inputs(
         self,
@@ -50,11 +42,8 @@ class DisaggPricing:
             prompt: the cheapest of them.
             blocks: full KV blocks of the prompt.
         """
-        setups = (adjustment.setup_s(pool, context, prompt.slot) for adjustment in self._adjustments)
-        overrides = (adjustment.override(context) for adjustment in self._adjustments)
-        block_s, setup_s = self._left(
-            context, prompt, blocks, next((s for s in setups if s is not None), None)
-        )
+        setup_s = self.link_setup.setup_s(pool, context, prompt.slot)
+        block_s, setup_s = self._left(context, prompt, blocks, setup_s)
         return DisaggInputs(
             prefill_mask=prefill_mask,
             prompt_turn=prompt_turn,
@@ -62,20 +51,17 @@ class DisaggPricing:
             block_s=block_s,
             setup_s=setup_s,
             kinds=pool.pairs.kinds(len(context.eligible)),
-            override=next((o for o in overrides if o is not None), None),
             config=self._config,
             always=self._fleet.slots.at(prompt.slot).instance.engine.transferred_prompts_only,
         )
 
     def taken(self, decision: DisaggDecision, tie: int, *, again: bool) -> None:
         """Account for a decision that is carried out; `again` replaces an earlier decision about the same request."""
-        for adjustment in self._adjustments:
-            adjustment.taken(decision, tie, again=again)
+        self.link_setup.taken(decision, tie, again=again)
 
     def check(self) -> None:
-        """Raise AssertionError where an adjustment's state is broken."""
-        for adjustment in self._adjustments:
-            adjustment.check(self._fleet.loads.num_slots)
+        """Raise AssertionError where the link set-ups are broken."""
+        self.link_setup.check(self._fleet.loads.num_slots)
 
     def _left(
         self, context: RoutingContext, prompt: Choice, blocks: int, setup_s: NDArray[np.float64] | None

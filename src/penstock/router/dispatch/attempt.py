@@ -21,6 +21,73 @@ _EARLY_STEPS = 2
 """The prompt's step and the first decode step: a request that kills its worker does so within these."""
 
 
+class RoutedRequest:
+    """One request, or one prefetch, at one worker: what it reserves there, and its handler, from sending until `release`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        route: Route,
+        sent: Request | Prefetch,
+        handler: DeltaHandler,
+        *,
+        tenant: str,
+        is_expected: bool = False,
+    ) -> None:
+        """Send to the route's worker, then reserve there.
+
+        Args:
+            fleet: knows the worker.
+            route: to the worker.
+            sent: the request, or the prefetch of a request that follows.
+            handler: receives deltas and the loss of the worker until `release`.
+            tenant: whose request it is.
+            is_expected: whether the request itself follows later.
+
+        Raises:
+            WorkerLost: the connection has ended; nothing is reserved.
+            Overloaded: too much is on its way to this worker; nothing is reserved.
+            RequestError: it is larger than the plane carries; nothing is reserved.
+        """
+        self.route = route
+        self.member = fleet.slots.at(route.slot)
+        self.connection = fleet.submit(route.slot, sent, handler)
+        self._fleet = fleet
+        self._request_id = sent.request_id
+        self._reservation = fleet.loads.reserve(
+            route.slot,
+            route.prefill_tokens,
+            route.blocks,
+            route.cached_tokens,
+            is_expected=is_expected,
+            tenant=tenant,
+        )
+
+    def prefill_done(self) -> None:
+        """Note the first token: the prompt is computed."""
+        self._fleet.loads.prefill_done(self._reservation)
+
+    def compare(self, cached_tokens: int, block_size: int, metrics: RouterMetrics) -> None:
+        """Count how many of the tokens guessed to be cached were cached."""
+        if not self.member.is_predicted:
+            return
+        guessed = self.route.overlap_blocks * block_size
+        metrics.predicted_hit_tokens.inc(guessed)
+        metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
+        if self.member.instance.engine.is_deployment:
+            share = self._fleet.regions.found(self.route.slot, guessed, cached_tokens)
+            metrics.links.show_advertised_share(self.member.instance.name, share)
+
+    def abort(self) -> None:
+        """Ask the worker to stop; `release` is still due."""
+        self.connection.abort(self._request_id)
+
+    def release(self) -> None:
+        """Release the reservation, and take no more deltas. Safe twice."""
+        self._fleet.loads.release(self._reservation)
+        self._fleet.finished(self.route.slot, self._request_id)
+
+
 class DecodeSide:
     """The decode worker of a prompt under prefill: a prefetch and a reservation there, until the request follows.
 
@@ -43,7 +110,6 @@ class DecodeSide:
         """
         self.route = route
         self.transfer_id = secrets.token_bytes(TRANSFER_ID_BYTES)
-        self._request_id = request.request_id
         fleet, self._metrics = shared.fleet, shared.metrics
         self._fleet = fleet
         prefetch = Prefetch(
@@ -53,16 +119,7 @@ class DecodeSide:
             prefill_worker=prefill.worker_id,
             source=fleet.slots.at(prefill.slot).kv_source,
         )
-        self._member = fleet.slots.at(route.slot)
-        self._connection = fleet.submit(route.slot, prefetch, self)
-        self._reservation = fleet.loads.reserve(
-            route.slot,
-            route.prefill_tokens,
-            route.blocks,
-            route.cached_tokens,
-            is_expected=True,
-            tenant=request.tenant,
-        )
+        self._routed = RoutedRequest(fleet, route, prefetch, self, tenant=request.tenant, is_expected=True)
         self._is_open = True
 
     def go_on(self, request: Request, handler: DeltaHandler, source: "Attempt") -> "Attempt":
@@ -73,7 +130,7 @@ class DecodeSide:
             Overloaded: too much is on its way to it.
             RequestError: the request is larger than the plane carries.
         """
-        if not (self._is_open and self._member.condition is Condition.READY):
+        if not (self._is_open and self._routed.member.condition is Condition.READY):
             self.drop()
             raise WorkerLost("the decode worker takes nothing new any more; another one is chosen")
         self._close("used")
@@ -83,7 +140,7 @@ class DecodeSide:
     def drop(self) -> None:
         """Tell the decode worker that no request follows. Safe twice."""
         if self._is_open:
-            self._connection.abort(self._request_id)
+            self._routed.abort()
             self._close("dropped")
 
     # -- DeltaHandler
@@ -99,8 +156,7 @@ class DecodeSide:
 
     def _close(self, outcome: str) -> None:
         self._is_open = False
-        self._fleet.loads.release(self._reservation)
-        self._fleet.finished(self.route.slot, self._request_id)
+        self._routed.release()
         self._metrics.prefetches.labels(outcome).inc()
 
 
@@ -128,13 +184,14 @@ class Attempt:
             RequestError: it is larger than the plane carries; nothing is reserved.
         """
         self.route = route
-        self.connection = fleet.submit(route.slot, request, handler)
+        self._routed = RoutedRequest(fleet, route, request, handler, tenant=request.tenant)
+        self.connection = self._routed.connection
         self.decode = decode
         self._source = source
         self.has_tokens = False
         self.early_steps = _EARLY_STEPS
         """How many of the first steps with tokens are still to come."""
-        self._member = fleet.slots.at(route.slot)
+        self._member = self._routed.member
         self.has_begun = not self._member.instance.engine.announces
         """Whether the worker has begun to compute the request; True where the worker does not say so."""
         self._fleet = fleet
@@ -143,9 +200,6 @@ class Attempt:
         self._clock = asyncio.get_running_loop().time
         part = Part.PREFILL if decode is not None else Part.WHOLE if source is None else Part.DECODE
         self.leg = Leg(self._member.instance.name, part, self._clock())
-        self._reservation = fleet.loads.reserve(
-            route.slot, route.prefill_tokens, route.blocks, route.cached_tokens, tenant=request.tenant
-        )
 
     @property
     def is_at_decode_worker(self) -> bool:
@@ -168,7 +222,7 @@ class Attempt:
         """Release the prefill's reservation, and the prompt's KV on the prefill worker."""
         self.has_tokens = True
         self.leg.first_token_s = self._clock()
-        self._fleet.loads.prefill_done(self._reservation)
+        self._routed.prefill_done()
         self._let_source_go()
 
     def prefilled(self, request: Request, handle: KvHandle | None, handler: DeltaHandler) -> "Attempt":
@@ -193,13 +247,7 @@ class Attempt:
 
     def compare(self, cached_tokens: int, block_size: int, metrics: RouterMetrics) -> None:
         """Count how many of the tokens guessed to be cached were cached."""
-        if self._member.is_predicted:
-            guessed = self.route.overlap_blocks * block_size
-            metrics.predicted_hit_tokens.inc(guessed)
-            metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
-            if self._member.instance.engine.is_deployment:
-                share = self._fleet.regions.found(self.route.slot, guessed, cached_tokens)
-                metrics.links.show_advertised_share(self._member.instance.name, share)
+        self._routed.compare(cached_tokens, block_size, metrics)
 
     def grant(self, taken_from: int, taken_to: int) -> None:
         """Grant the worker credit for the tokens of its own that the reader took.
@@ -219,13 +267,12 @@ class Attempt:
 
     def abort(self) -> None:
         """Ask the worker to stop; `release` is still due."""
-        self.connection.abort(self._request_id)
+        self._routed.abort()
 
     def release(self) -> None:
         """Release the reservation, take no more deltas, and release the request's other worker."""
         self.leg.ended_s = self._clock()
-        self._fleet.loads.release(self._reservation)
-        self._fleet.finished(self.route.slot, self._request_id)
+        self._routed.release()
         self._let_source_go()
         if self.decode is not None:
             self.decode.drop()

@@ -14,9 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import Unavailable
 from penstock.core.hashing import DEFAULT_KEY
-from penstock.core.ids import WorkerId
 from penstock.core.types.instances import CardFile, ModelCard, Role
-from penstock.core.types.kv import KvAction, KvUnpin, PrefixSummary
+from penstock.core.types.kv import KvAction, PrefixSummary
 from penstock.core.types.load import ModelLoad, PeerCount, TenantCount
 from penstock.core.types.requests import ExpandedPrompt, MediaPrompt, Request
 from penstock.router.config import RouterConfig
@@ -79,7 +78,6 @@ class Dispatcher:
         self._worker_changes = WorkerChanges(fleet)
         self._kv_actions = KvActions(fleet)
         self._tenant_counting = TenantCounting()
-        self._shared.router.on_session_left = self._leave_session
         self._group = asyncio.TaskGroup()
         self._running: asyncio.Task[None] | None = None
 
@@ -111,9 +109,6 @@ class Dispatcher:
         Missing block hashes are computed. Requests opened `beside` each other share one prompt, which is computed once.
         """
         siblings = beside.siblings.beside(beside) if isinstance(beside, OpenRequest) else Siblings()
-        control = self._shared.router.sessions.control_for(request, asyncio.get_running_loop().time())
-        if control is not request.session_control:
-            request = msgspec.structs.replace(request, session_control=control)
         return OpenRequest(self._shared, request, siblings)
 
     def models(self) -> Mapping[str, ModelCard]:
@@ -211,12 +206,6 @@ class Dispatcher:
         return shared.journeys.latest(
             most, (each.journey() for each in reversed(shared.requests.values())), now_s
         )
-
-    def _leave_session(self, worker_id: WorkerId, request: Request) -> None:
-        """Have the worker that a session has left keep its KV no longer."""
-        assert request.session is not None, "it has a session"
-        unpin = KvUnpin(name=request.session, is_session=True, tenant=request.tenant)
-        self._group.create_task(self._kv_actions.try_at(worker_id, unpin))
 
     async def act_on_kv(self, action: KvAction, worker: str | None) -> Sequence[KvActed]:
         """Act on workers' KV caches; see `KvActions`."""

@@ -5,15 +5,12 @@ import asyncio
 import msgspec
 
 from penstock.core.errors import PenstockError, RequestError, Unavailable
-from penstock.core.ids import WorkerId
-from penstock.core.log import get_logger
-from penstock.core.types.kv import KvAction, KvHeld, KvReport
+from penstock.core.types.kv import KvAction, KvPinned, KvReport
 from penstock.router.dispatch.named_workers import connection_of, find_worker
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.workers.member import Member
 
 _ANSWER_S_MAX = 10.0
-_log = get_logger()
 
 
 class KvActed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -21,13 +18,13 @@ class KvActed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         blocks: that were pinned, unpinned, evicted or flushed.
-        held: sessions and pins, of a list.
+        pins: of a list.
         problem: why the worker refused.
     """
 
     worker: str
     blocks: int = 0
-    held: tuple[KvHeld, ...] = ()
+    pins: tuple[KvPinned, ...] = ()
     problem: str | None = None
 
 
@@ -69,22 +66,9 @@ class KvActions:
             raise refused[0]
         return acted
 
-    async def try_at(self, worker_id: WorkerId, action: KvAction) -> None:
-        """Act at a worker if it is there; what it answers does not matter. Never raises but CancelledError."""
-        slot = self._fleet.slot_of(worker_id)
-        member = None if slot is None else self._fleet.slots.now()[slot]
-        if member is None or member.connection is None:
-            return
-        try:
-            await _ask(member, action)
-        except PenstockError as error:
-            _log.debug("kv_action_refused", worker=member.instance.name, error=error.message)
-        except Exception:  # noqa: BLE001 - nobody waits for it, and it must not end other requests
-            _log.exception("kv_action_failed", worker=member.instance.name)
-
 
 def _acted(member: Member, report: KvReport) -> KvActed:
-    return KvActed(worker=member.instance.worker, blocks=report.blocks, held=report.held)
+    return KvActed(worker=member.instance.worker, blocks=report.blocks, pins=report.pins)
 
 
 async def _ask(member: Member, action: KvAction) -> KvReport:

@@ -15,7 +15,6 @@ from penstock.core.errors import (
     Overloaded,
     Parked,
     PenstockError,
-    RequestError,
     StaleRoute,
     StepFailed,
     Unavailable,
@@ -385,8 +384,6 @@ class OpenRequest:
                 has_begun = self.output_tokens > self.request.num_emitted
                 retry_state.on_unavailable(worker_id, error, has_begun=has_begun)
             else:
-                if isinstance(error, RequestError):
-                    self._shared.router.sessions.refused(self.request)
                 self.fail(error)
                 return
         except (Overloaded, Unavailable) as last:

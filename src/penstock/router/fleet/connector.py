@@ -24,7 +24,6 @@ from penstock.router.metrics import RouterMetrics
 from penstock.router.workers.event_feeds import EventFeeds
 from penstock.router.workers.loads import LoadTracker
 from penstock.router.workers.member import Condition, Member
-from penstock.router.workers.price_correction import PriceCorrection
 from penstock.seams import Connection, RequestPlaneClient
 
 _log = get_logger()
@@ -45,7 +44,6 @@ class Connector:
         metrics: RouterMetrics,
         rng: random.Random,
         on_change: Callable[[Member], None],
-        on_price_correction: Callable[[Member], None],
         on_round_trip: Callable[[Member], None],
         on_arrivals: Callable[[Member, int], None],
         on_kv_reads: Callable[[Member, Sequence[KvRead]], None],
@@ -62,7 +60,6 @@ class Connector:
             metrics: counts lost connections and failures.
             rng: for jitter.
             on_change: called when a member was connected or lost, and at the first failure to reach it.
-            on_price_correction: called when a member's price factor has changed.
             on_round_trip: called when a link has measured another time to its region and back.
             on_arrivals: called with the number of requests that other routers have sent to a member.
             on_kv_reads: called with the totals that a member has read of others' KV.
@@ -76,7 +73,6 @@ class Connector:
         self._metrics = metrics
         self._rng = rng
         self._on_change = on_change
-        self._on_price_correction = on_price_correction
         self._on_round_trip = on_round_trip
         self._on_arrivals = on_arrivals
         self._on_kv_reads = on_kv_reads
@@ -95,8 +91,6 @@ class Connector:
         while member.listed:
             sink = MemberSink(self, member)
             self._loads.reset(member.slot, total_blocks=member.instance.engine.total_blocks)
-            member.price_correction = PriceCorrection(member.instance.prices)
-            self._on_price_correction(member)
             try:
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     connection = await self._plane.connect(member.instance, sink)
@@ -206,14 +200,11 @@ class Connector:
         arrivals = self._loads.report(member.slot, load)
         if arrivals:
             self._on_arrivals(member, arrivals)
-        if member.price_correction.report(load, self._loop.time()):
-            self._on_price_correction(member)
         if load.kv_reads:
             self._on_kv_reads(member, load.kv_reads)
         if member.noted is Condition.PREFILL_ONLY:
             self._metrics.show_prefill_worker(member.instance.name, load.waiting_requests, load.oldest_wait_s)
         self._metrics.kv_tiers.show(member.instance.name, load.kv_tiers)
-        self._metrics.sessions.show(member.instance.name, load.sessions)
         self._metrics.refusals_by_workers.show(member.instance.name, load.refused_frontends)
         self._metrics.links.show(member.instance.name, load.link)
         if load.link is not None and load.link.round_trip_s != member.round_trip_s:
@@ -233,7 +224,6 @@ class Connector:
         self._indexer.forget(member.slot)
         self._loads.reset(member.slot)
         self._metrics.kv_tiers.forget(member.instance.name)
-        self._metrics.sessions.forget(member.instance.name)
         self._metrics.refusals_by_workers.forget(member.instance.name)
         self._metrics.links.forget(member.instance.name)
         self._on_change(member)

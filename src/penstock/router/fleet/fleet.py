@@ -39,10 +39,10 @@ from penstock.router.links.link_bandwidths import LinkBandwidths
 from penstock.router.metrics import RouterMetrics
 from penstock.router.workers.loads import LoadTracker
 from penstock.router.workers.member import Condition, DeltaHandler, Member, WorkerView
-from penstock.router.workers.price_correction import FORGOTTEN_S, PriceCorrection
 from penstock.seams import Connection, Discovery, RequestPlaneClient
 
 _READY = frozenset({Condition.READY, Condition.PREFILL_ONLY})
+_TIDY_UP_S = 10.0
 
 _log = get_logger()
 
@@ -78,17 +78,17 @@ class Fleet:
         """Told of slots, and of KV that was read."""
         self.pools: dict[str, WorkerPool] = {}
         """Pools by model; every pool has a worker."""
+        self.slots = WorkerSlots()
         self._connector = Connector(
             plane,
             self._indexer,
             self.loads,
-            take_slot=self._lend_slot,
-            free_slot=self._take_back_slot,
+            take_slot=self._take_shared_slot,
+            free_slot=self.slots.leave_shared,
             config=config,
             metrics=metrics,
             rng=rng,
             on_change=self._note_connection,
-            on_price_correction=self._note_price_correction,
             on_round_trip=self._note_round_trip,
             on_arrivals=self._note_arrivals,
             on_kv_reads=self._note_kv_reads,
@@ -99,7 +99,6 @@ class Fleet:
         self._rng = rng
         self._members: dict[WorkerId, Member] = {}
         self.ranks = Ranks()
-        self.slots = WorkerSlots()
         self.changes = ChangeNotifier()
         """Told of every change of a worker."""
         self._models: Mapping[str, ModelCard] | None = None  # as of the last change
@@ -109,7 +108,6 @@ class Fleet:
         self._synced = False
         for condition in Condition:
             metrics.workers.labels(condition).set(0)
-        self._show_price_factors()
 
     async def run(self) -> None:
         """Follow discovery, and keep a connection to each listed worker, until cancelled."""
@@ -269,8 +267,6 @@ class Fleet:
                 return
         else:
             model = member.instance.card.name
-            if member.instance.prices != instance.prices:
-                member.price_correction = PriceCorrection(instance.prices)
             member.instance, member.listed = instance, True
             self.loads.resize(member.slot, instance.engine.total_blocks)
             if model != instance.card.name:
@@ -304,14 +300,11 @@ class Fleet:
                 follower.grow(num_slots)
         return slot
 
-    def _lend_slot(self) -> int:
-        """Take a slot for what several workers share."""
+    def _take_shared_slot(self) -> int:
+        """Take a slot for a host or an object store that workers share."""
         slot = self._take_slot()
-        self.slots.lend(slot)
+        self.slots.put_shared(slot)
         return slot
-
-    def _take_back_slot(self, slot: int) -> None:
-        self.slots.take_back(slot)
 
     async def _keep(self, member: Member) -> None:
         await self._connector.keep_connected(member)
@@ -365,7 +358,6 @@ class Fleet:
             self._note(changed)
         if not len(pool):
             del self.pools[model]
-        self._show_price_factors()
         self._tell_soon()
 
     def _note(self, member: Member) -> None:
@@ -382,11 +374,6 @@ class Fleet:
         self._note(member)
         self._tell_soon()
 
-    def _note_price_correction(self, member: Member) -> None:
-        """Apply a worker's changed price correction."""
-        self.pools[member.instance.card.name].prices.correct(member.slot, member.price_correction.factor)
-        self._show_price_factors()
-
     def _note_round_trip(self, member: Member) -> None:
         """Price the way to another region as its link has measured it."""
         path = path_to(member.instance, self._config, member.round_trip_s)
@@ -395,20 +382,12 @@ class Fleet:
     async def _tidy_up(self) -> None:
         """Forget what is old, and choose canonical cards anew where no worker answers."""
         while True:
-            await asyncio.sleep(FORGOTTEN_S / 3)
+            await asyncio.sleep(_TIDY_UP_S)
             now_s = asyncio.get_running_loop().time()
-            for member in self._members.values():
-                if member.price_correction.forget_if_idle(now_s):
-                    self._note_price_correction(member)
             self.link_bandwidths.forget_unused(now_s)
             for pool in self.pools.values():
                 for changed in pool.choose_canonical_if_unanswered(now_s, self._config.no_worker_wait_s):
                     self._note(changed)
-
-    def _show_price_factors(self) -> None:
-        factors = [pool.prices.factors for pool in self.pools.values()]
-        self._metrics.price_factor_min.set(min((low for low, _ in factors), default=1.0))
-        self._metrics.price_factor_max.set(max((high for _, high in factors), default=1.0))
 
     def _note_arrivals(self, member: Member, requests: int) -> None:
         """Count requests that other routers have sent."""

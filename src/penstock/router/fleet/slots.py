@@ -18,7 +18,7 @@ class WorkerSlots:
     def __init__(self) -> None:
         self._members: list[Member | None] = []
         self._free: list[int] = []  # heap
-        self._lent: set[int] = set()  # taken, and no worker's
+        self._shared: set[int] = set()  # taken for what workers share
         self._now: tuple[Member | None, ...] | None = None
         self._conditions_now: NDArray[np.uint8] | None = None
         self._ids = np.zeros(0, dtype=np.int64)
@@ -32,13 +32,13 @@ class WorkerSlots:
         self._members.append(None)
         return len(self._members) - 1
 
-    def lend(self, slot: int) -> None:
-        """Keep a slot that `next_slot` gave for something else than a worker."""
-        self._lent.add(slot)
+    def put_shared(self, slot: int) -> None:
+        """Keep a slot that `next_slot` gave for a host or an object store that workers share."""
+        self._shared.add(slot)
 
-    def take_back(self, slot: int) -> None:
-        """Free a slot that was lent."""
-        self._lent.remove(slot)
+    def leave_shared(self, slot: int) -> None:
+        """Free a slot of `put_shared`."""
+        self._shared.remove(slot)
         heappush(self._free, slot)
 
     def grow(self, num_slots: int) -> None:
@@ -93,7 +93,7 @@ class WorkerSlots:
         """Raise AssertionError where parts disagree."""
         assert self.now() == tuple(self._members), "members now"
         assert np.array_equal(self.conditions_now(), self._conditions), "conditions now"
-        free = [n for n, member in enumerate(self._members) if member is None and n not in self._lent]
+        free = [n for n, member in enumerate(self._members) if member is None and n not in self._shared]
         assert sorted(self._free) == free, "free"
         for slot, member in enumerate(self._members):
             if member is None:

@@ -75,7 +75,7 @@ class WorkerPool:
         (self._deployments.add if is_elsewhere else self._deployments.discard)(slot)
         self.adapters.put(slot, instance, is_ready=bool(self.ready[slot]))
         self.pairs.put(slot, instance)
-        self.prices.put(slot, instance, member.price_correction.factor, path)
+        self.prices.put(slot, instance, path)
         if member in self._votes:
             self._count(self._votes[member], -1)
         stays = member.listed and instance.state is InstanceState.READY and not is_elsewhere

@@ -9,25 +9,23 @@ from penstock.core.errors import RequestError, WorkerLost
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Delta, Request
 from penstock.router.candidates import Plan, Route
+from penstock.router.dispatch.attempt import RoutedRequest
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
 from penstock.router.service.gateway import COUNT_MAX, Stage
-from penstock.router.workers.loads import Reservation
 
 
-@dataclass(slots=True, eq=False)
-class _Held:
-    """A request's place at one server; a `DeltaHandler` to which only losses come."""
-
-    name: str
-    route: Route
-    reservation: Reservation
+class _Silent:
+    """A `DeltaHandler` of servers that answer the gateway: only losses come."""
 
     def on_delta(self, delta: Delta) -> None:
         raise AssertionError(f"servers send nothing here, got {delta}")
 
     def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
-        """Keep it until its feedback comes."""
+        """Keep the request until its feedback comes."""
+
+
+_SILENT = _Silent()
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +33,8 @@ class _Open:
     """One request; `prefill` is None without a prefill server, and once that has answered."""
 
     model: str
-    decode: _Held
-    prefill: _Held | None
+    decode: RoutedRequest
+    prefill: RoutedRequest | None
     heard_s: float
     is_compared: bool = False
 
@@ -61,8 +59,8 @@ class OpenRequests:
     def begin(self, request: Request, plan: Plan) -> None:
         """Count a request at the servers of its plan."""
         now_s = asyncio.get_running_loop().time()
-        prefill = None if plan.prefill is None else self._hold(request, plan.prefill)
-        decode = self._hold(request, plan.decode)
+        prefill = None if plan.prefill is None else self._route(request, plan.prefill)
+        decode = self._route(request, plan.decode)
         self._open[request.request_id] = _Open(request.model, decode, prefill, now_s)
         self._set_timer()
 
@@ -91,7 +89,9 @@ class OpenRequests:
                 http_status=404,
                 param="id",
             )
-        names = [held.name for held in (open_.decode, open_.prefill) if held is not None]
+        names = [
+            routed.member.instance.name for routed in (open_.decode, open_.prefill) if routed is not None
+        ]
         if worker is not None and worker not in names:
             raise RequestError(
                 f"worker: must be a worker that has this request, {' or '.join(names)}, got {worker!r}",
@@ -102,15 +102,15 @@ class OpenRequests:
         if cached_tokens is not None and not open_.is_compared:
             self._compare(open_, cached_tokens)
         if stage in {Stage.PREFILLED, Stage.FIRST_TOKEN}:
-            self._prefilled(request_id, open_)
+            self._prefilled(open_)
         if stage == Stage.FIRST_TOKEN:
-            self._fleet.loads.prefill_done(open_.decode.reservation)
+            open_.decode.prefill_done()
         elif stage in {Stage.FINISHED, Stage.FAILED}:
             if output_tokens is not None:
                 self._fleet.pools[open_.model].traffic.ended(output_tokens, open_.heard_s)
             self._close(request_id, str(stage))
             is_failed = stage == Stage.FAILED
-            for name in [worker or open_.decode.name] if is_failed else names:
+            for name in [worker or open_.decode.member.instance.name] if is_failed else names:
                 self.on_end(name, is_failed)
 
     def check(self) -> None:
@@ -127,40 +127,27 @@ class OpenRequests:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _hold(self, request: Request, route: Route) -> _Held:
-        reservation = self._fleet.loads.reserve(
-            route.slot, route.prefill_tokens, route.blocks, route.cached_tokens, tenant=request.tenant
-        )
-        held = _Held(self._fleet.slots.at(route.slot).instance.name, route, reservation)
-        self._fleet.submit(route.slot, request, held)
-        return held
-
-    def _release(self, request_id: RequestId, held: _Held) -> None:
-        self._fleet.loads.release(held.reservation)
-        self._fleet.finished(held.route.slot, request_id)
+    def _route(self, request: Request, route: Route) -> RoutedRequest:
+        return RoutedRequest(self._fleet, route, request, _SILENT, tenant=request.tenant)
 
     def _compare(self, open_: _Open, cached_tokens: int) -> None:
         """Count how many of the tokens guessed to be cached were cached."""
         open_.is_compared = True
-        prompt = (open_.prefill or open_.decode).route
-        if self._fleet.slots.at(prompt.slot).is_predicted:
-            guessed = prompt.overlap_blocks * self._block_size
-            self._metrics.predicted_hit_tokens.inc(guessed)
-            self._metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
+        (open_.prefill or open_.decode).compare(cached_tokens, self._block_size, self._metrics)
         self._metrics.cached_tokens.inc(cached_tokens)
 
-    def _prefilled(self, request_id: RequestId, open_: _Open) -> None:
+    def _prefilled(self, open_: _Open) -> None:
         prefill, open_.prefill = open_.prefill, None
         if prefill is not None:
-            self._release(request_id, prefill)
-            self.on_end(prefill.name, False)
+            prefill.release()
+            self.on_end(prefill.member.instance.name, False)
 
     def _close(self, request_id: RequestId, outcome: str) -> None:
         open_ = self._open.pop(request_id)
         self._metrics.ended(outcome).inc()
-        for held in (open_.decode, open_.prefill):
-            if held is not None:
-                self._release(request_id, held)
+        for routed in (open_.decode, open_.prefill):
+            if routed is not None:
+                routed.release()
 
     def _set_timer(self) -> None:
         if self._timer is None and self._open:

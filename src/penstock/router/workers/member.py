@@ -15,7 +15,6 @@ from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta
 from penstock.router.workers.event_feeds import EventFeeds
 from penstock.router.workers.loads import Reserved
-from penstock.router.workers.price_correction import PriceCorrection
 from penstock.runtime.events.subscriber import EventSubscriber
 from penstock.seams import Connection
 
@@ -80,10 +79,6 @@ class Member:
     noted: Condition | None = None
     round_trip_s: float = 0.0
     answers: int = 0
-    price_correction: PriceCorrection = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.price_correction = PriceCorrection(self.instance.prices)
 
     @property
     def worker_id(self) -> WorkerId:
@@ -156,8 +151,6 @@ class Member:
             adapters=instance.adapters,
             event_sequence=None if subscriber is None else subscriber.sequence,
             event_resyncs=0 if subscriber is None else subscriber.resyncs,
-            price_factor=None if instance.prices is None else self.price_correction.factor,
-            price_trusted=self.price_correction.trusted,
         )
 
 
@@ -177,8 +170,6 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     reserved_*:             sent by this frontend since that report
     indexed_blocks:         blocks that it holds, as the index knows, or guesses where `predicted`
     event_sequence:         the last event batch applied; None before the first
-    price_factor:           measured step times over its prices; None where it publishes none
-    price_trusted:          False where its steps are more than twice off even so
     """
 
     worker_id: int
@@ -206,5 +197,3 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[str, ...]
     event_sequence: int | None
     event_resyncs: int
-    price_factor: float | None
-    price_trusted: bool

@@ -1,4 +1,4 @@
-"""The price table: published prices of a model's workers times their corrections, as columns by slot."""
+"""The price table: published prices of a model's workers, as columns by slot."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,6 @@ _SCALARS = (
     "decode_sequence_s",
     "decode_token_s",
 )
-_CORRECTED = 3  # the first so many scalars are of prompts
-_TOLERATED = 1.5
-"""Corrections up to this factor are not applied, and larger ones only as far as they exceed it: a slow worker's queue shows
-small errors as well."""
 _BATCH = len(_SCALARS)
 _ROUND_TRIP, _BYTE, _AT_ONCE, _PLACES = _BATCH + 1, _BATCH + 2, _BATCH + 3, _BATCH + 4
 _TIERS = _BATCH + 5
@@ -48,24 +44,14 @@ class PriceTable:
     def __init__(self, num_slots: int) -> None:
         self._table = np.zeros((_TIERS + len(Tier), num_slots))
         self._known = np.zeros(num_slots, dtype=np.bool_)
-        self._factors = np.ones(num_slots)
         self.interleaves_tenants = np.zeros(num_slots, dtype=np.bool_)
         """(num_slots,) as in `EngineInfo`."""
         self._filled = self._table
         self._columns: PriceColumns | None = None
 
-    @property
-    def factors(self) -> tuple[float, float]:
-        """The smallest and the largest correction; 1 without prices."""
-        factors = self._factors[self._known]
-        return (float(factors.min()), float(factors.max())) if len(factors) else (1.0, 1.0)
-
-    def put(
-        self, slot: int, instance: Instance, factor: float = 1.0, path: NetworkPath | None = None
-    ) -> None:
-        """Take a worker's prices, its correction, and the network path from this router; None costs nothing."""
+    def put(self, slot: int, instance: Instance, path: NetworkPath | None = None) -> None:
+        """Take a worker's prices, and the network path from this router; None costs nothing."""
         prices = instance.prices
-        self._factors[slot] = factor
         self._columns = None
         self._known[slot] = prices is not None
         if prices is not None:
@@ -75,18 +61,6 @@ class PriceTable:
         self.interleaves_tenants[slot] = instance.engine.interleaves_tenants
         self._table[_AT_ONCE, slot] = instance.engine.prompts_at_once
         self._table[_PLACES, slot] = instance.engine.max_running_requests or _PLACES_UNKNOWN
-
-    def correct(self, slot: int, factor: float) -> None:
-        """Take a worker's correction: past `_TOLERATED` its prompts are priced with it.
-
-        Decode steps are priced as published: their cost is a preference, and requests that flee a slow worker take cache from
-        the others.
-        """
-        self._factors[slot] = factor
-        if self._columns is not None and self._known[slot]:
-            self._filled[:_CORRECTED, slot] = self._table[:_CORRECTED, slot] * _applied(
-                self._factors[slot : slot + 1]
-            )
 
     def move(self, slot: int, path: NetworkPath | None) -> None:
         """Take the network path from this router to a worker; None costs nothing."""
@@ -99,7 +73,6 @@ class PriceTable:
         """Forget a worker."""
         self._columns = None
         self._known[slot] = False
-        self._factors[slot] = 1.0
 
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
@@ -107,7 +80,6 @@ class PriceTable:
         self._table = np.pad(self._table, ((0, 0), (0, more)))
         self._known = np.pad(self._known, (0, more))
         self.interleaves_tenants = np.pad(self.interleaves_tenants, (0, more))
-        self._factors = np.pad(self._factors, (0, more), constant_values=1.0)
         self._columns = None
 
     def columns(self) -> PriceColumns:
@@ -121,20 +93,14 @@ class PriceTable:
         table = self._table[:, self._known]
         assert np.isfinite(table).all(), "prices: finite"
         assert (table >= 0).all(), "prices: never below nothing"
-        assert (self._factors[~self._known] == 1.0).all(), "prices: without prices no correction"
         if self._columns is not None:
-            corrected = table[:_BATCH].copy()
-            corrected[:_CORRECTED] *= _applied(self._factors[self._known])
-            assert (self._filled[:_BATCH, self._known] == corrected).all(), (
-                "prices: as said, times what of the factor is applied"
-            )
+            assert (self._filled[:_BATCH, self._known] == table[:_BATCH]).all(), "prices: as published"
 
     def _fill(self) -> PriceColumns:
         table, known = self._table.copy(), self._known
         own = table[_BATCH:_TIERS].copy()
         others = np.median(table[:, known], axis=1) if known.any() else np.array(_row(UNKNOWN))
         table[:, ~known] = others[:, None]
-        table[:_CORRECTED] *= _applied(self._factors)
         table[_BATCH:_TIERS] = own
         sizes = [_BATCH, _AT_ONCE, _PLACES]
         table[sizes] = np.maximum(table[sizes], 1.0)
@@ -150,12 +116,6 @@ class PriceTable:
             byte_s=shown[_BYTE],
             batch_requests=shown[_PLACES],
         )
-
-
-def _applied(factors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Give what of the factors exceeds `_TOLERATED`."""
-    applied: NDArray[np.float64] = factors / np.clip(factors, 1 / _TOLERATED, _TOLERATED)
-    return applied
 
 
 def _row(prices: Prices) -> NDArray[np.float64]:

@@ -241,14 +241,14 @@ class EnginePartialBlocks(MovingCase):
                     assert kept is not None
                     assert first == expected.token_ids[:1]
                     move_blocks(source, target, hashes)
-                    (lent,) = target.engine.reserve(1) or ()
-                    block_bytes(target.engine, target.info)[lent] = block_bytes(source.engine, source.info)[
+                    (given,) = target.engine.reserve(1) or ()
+                    block_bytes(target.engine, target.info)[given] = block_bytes(source.engine, source.info)[
                         kept
                     ]
                     source.engine.unpin([kept])
                     going_on = make_request("b", prompt + first, max_tokens=9, num_emitted=1)
                     target.submit(going_on)
-                    target.engine.lend_partial_block(going_on.request_id, lent, tail)
+                    target.engine.give_partial_block(going_on.request_id, given, tail)
                     await target.finish()
                     assert target.answers["b"].token_ids == expected.token_ids[1:]
                     load = target.engine.load()
@@ -265,12 +265,12 @@ class EnginePartialBlocks(MovingCase):
         async def main() -> None:
             async with self.moving() as source, self.moving() as target:
                 (expected,) = await source.run(make_request("a", prompt))
-                lent = target.engine.reserve(3) or ()
-                for number, block_id in enumerate(lent):
+                given = target.engine.reserve(3) or ()
+                for number, block_id in enumerate(given):
                     request = make_request(f"b{number}", prompt)
                     if number:
                         target.submit(request)
-                    target.engine.lend_partial_block(
+                    target.engine.give_partial_block(
                         request.request_id, block_id, 3
                     )  # the first engine knows no such request
                 target.abort("b1")

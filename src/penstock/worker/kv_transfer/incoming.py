@@ -373,7 +373,7 @@ class IncomingTransfers:
         submit(msgspec.structs.replace(request, kv=None))
         for block_id in one.take_tail():
             assert self._partial_blocks is not None, "a block was reserved for it"
-            self._partial_blocks.lend_partial_block(
+            self._partial_blocks.give_partial_block(
                 request.request_id, block_id, handle.num_tokens % self._info.block_size
             )
 

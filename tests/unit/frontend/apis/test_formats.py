@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from penstock.core.errors import RequestError
 from penstock.core.json_text import encode_json as encode
-from penstock.core.types.requests import KvRetention, SessionAction, SessionControl, TokenLogprob
+from penstock.core.types.requests import KvRetention, TokenLogprob
 from penstock.core.wire import pack_tokens
 from penstock.frontend.apis.bodies import (
     AgentOptions,
@@ -29,8 +29,6 @@ from penstock.frontend.text.answer import PromptPart, TextEvent, TokenText
 from penstock.frontend.text.tokens import Detokenizer
 from tests.support.tokenizer import tiny_tokenizer_json
 
-OPEN = SessionControl(action=SessionAction.OPEN)
-
 
 def read(**fields) -> AgentOptions:
     return agent_options(parse_completion(encode({"model": "m", "prompt": "hi", **fields})))
@@ -40,23 +38,20 @@ def test_a_body_without_them_says_nothing():
     assert read() == read(nvext={}) == read(agent_hints={}) == AgentOptions()
 
 
-def test_a_session_is_opened_used_and_closed():
-    assert read(session={"id": "a", "action": "open"}) == AgentOptions("a", OPEN)
-    assert read(session={"id": "a"}) == AgentOptions("a")
-    closing = SessionControl(action=SessionAction.CLOSE, is_ephemeral=True)
-    assert read(session={"id": "a", "action": "close", "ephemeral": True}).control == closing
-    assert read(session={"id": "a", "action": "open", "ttl_s": 1}).control == msgspec.structs.replace(
-        OPEN, ttl_s=1
-    )
+def test_a_session_has_a_name_and_the_rest_is_checked_alone():
+    expected = AgentOptions("a")
+    assert read(session={"id": "a"}) == expected
+    assert read(session={"id": "a", "action": "open", "ttl_s": 1}) == expected
+    assert read(session={"id": "a", "action": "close", "ephemeral": True}) == expected
+    assert read(session={"id": "a"}, agent_hints={"speculative_prefill": True}) == expected
 
 
-def test_the_peers_names_say_the_same_of_an_ephemeral_session():
+def test_the_peers_names_say_the_same():
     peer = {
         "session_control": {"session_id": "a", "action": "open", "timeout": 30},
         "agent_hints": {"priority": 5},
     }
-    control = SessionControl(action=SessionAction.OPEN, ttl_s=30, is_ephemeral=True)
-    assert read(nvext=peer) == AgentOptions("a", control, priority=5, retention=KvRetention(priority=5))
+    assert read(nvext=peer) == AgentOptions("a", priority=5, retention=KvRetention(priority=5))
     assert read(nvext={"session_control": {"session_id": "a"}, "annotations": ["x"]}) == AgentOptions("a")
 
 
@@ -88,10 +83,8 @@ def test_the_fields_reach_an_encoded_body():
     body = msgspec.convert(
         {"model": "m", "prompt": "", "session": {"id": "a", "action": "open"}}, CompletionRequest
     )
-    assert (
-        agent_options(msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=CompletionRequest)).control
-        == OPEN
-    )
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=CompletionRequest)
+    assert agent_options(again).session == "a"
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -7,7 +7,6 @@ import pytest
 
 from penstock.router.config import DisaggConfig
 from penstock.router.disagg.disagg import DisaggInputs, Move, as_transferred, decide
-from penstock.router.disagg.itl_budget import Budget
 from penstock.router.disagg.link_setup import LinkSetup
 from penstock.router.links.kv_transfer_pairs import Kinds
 from penstock.router.policy.policies import make_policy
@@ -25,7 +24,7 @@ def context(**columns):
     return make_context(eligible=DECODE_WORKERS.tolist(), **usual | columns)
 
 
-def inputs(link_s, left_s=None, **config):
+def inputs(link_s, **config):
     return DisaggInputs(
         prefill_mask=~DECODE_WORKERS,
         prompt_turn=0,
@@ -35,7 +34,6 @@ def inputs(link_s, left_s=None, **config):
         kinds=Kinds(
             np.zeros(3, dtype=np.intp), np.zeros(3, dtype=np.intp), np.ones((2, 1, 1), dtype=np.bool_)
         ),
-        override=None if left_s is None else Budget(np.array(left_s), np.full(3, 10.0), np.ones(3)),
         config=DisaggConfig(**config),
     )
 
@@ -46,14 +44,6 @@ def decided(link_s, asked=None, **config):
 
 def credit(found):
     return LinkSetup(3, SELECTOR).credit(found, 0)
-
-
-def late(found):
-    """Give the steps that are late on the worker that computes the prompt, and their cost."""
-    if found.inputs.override is None:
-        return 0, 0.0
-    late = found.inputs.override.late(found.whole_context, found.whole, SELECTOR)
-    return tuple(column[found.whole.slot] for column in late)
 
 
 def test_a_charge_beyond_what_is_saved_keeps_a_prompt_and_says_what_that_costs():
@@ -81,12 +71,10 @@ def test_engines_whose_decode_workers_compute_no_prompts_are_always_disaggregate
     )  # more than the prompt: nothing is left to compute
     assert not decided([0.0, 2.0, 2.0], cached).comparison.is_remote
     assert decided([0.0, 2.0, 2.0], cached).rest is None, "too short to compare"
-    for left_s in (None, [9.0] * 3):
-        always = replace(inputs([0.0, 2.0, 2.0], left_s), always=True)
-        found = decide(SELECTOR, cached, 0, always)
-        assert found.comparison.is_remote
-        assert found.slots[1] == 0
-        assert found.rest is not None
+    found = decide(SELECTOR, cached, 0, replace(inputs([0.0, 2.0, 2.0]), always=True))
+    assert found.comparison.is_remote
+    assert found.slots[1] == 0
+    assert found.rest is not None
 
 
 def test_targets_do_not_hide_what_is_done_without():
@@ -119,26 +107,4 @@ def test_a_request_that_avoids_a_link_for_another_decode_worker_credits_it():
     assert credit(found).seconds == pytest.approx(free.prices()[1] - free.prices()[2])
     found = decided([0.0, 0.0, 1e-3], asked, local_tokens_max=1)
     assert found.rest.slot == 2
-    assert credit(found) is None
-
-
-FULL = [10.0] * 3
-"""Of which a late step takes one, and a second for the prompt in it."""
-
-
-def crowded(queued=150, **columns):
-    """Before the prefill worker there is a second and a half of work, and those who decode hold up sixty streams each."""
-    usual = {"running_requests": [0, 60, 60], "queued_prefill_tokens": [queued, 0, 0]}
-    return context(**usual | columns)
-
-
-@pytest.mark.parametrize("config", [{}, {"local_tokens_max": 50}])
-def test_a_prompt_that_would_wait_long_is_computed_beside_streams_if_these_may_be_late(config):
-    asked = crowded()
-    assert decided(None, asked, **config).comparison.is_remote
-    found = decided(None, asked, left_s=FULL, **config)
-    assert (found.comparison.is_remote, found.comparison.setting) == (False, "late_token_share")
-    assert late(found)[0] == 1, "it fits into one step"
-    assert late(found)[1] == pytest.approx(2, rel=0.1)
-    assert found.comparison.local == found.whole.prices()[found.whole.slot]
     assert credit(found) is None

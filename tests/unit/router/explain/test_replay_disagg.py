@@ -54,7 +54,7 @@ def lines(decision_lines):
                     ("d1", Role.DECODE),
                 ):
                     await cluster.start(name, tiny_engine(), role=role, prices=PRICES)
-                disagg = DisaggConfig(remote_tokens_min=4, late_token_share=0.05)
+                disagg = DisaggConfig(remote_tokens_min=4)
                 config = RouterConfig(policy=policy, disagg=disagg)
                 async with cluster.dispatcher(config) as dispatcher:
                     await dispatcher.looked()

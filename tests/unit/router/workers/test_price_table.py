@@ -59,41 +59,14 @@ def test_what_is_no_price_counts_as_nothing(nonsense):
     assert table.columns().prefill_token_s.tolist() == [0.0]
 
 
-def test_a_correction_shows_at_once_and_holds_until_the_worker_leaves():
+def test_the_median_of_the_others_follows_a_worker_that_leaves():
     table = PriceTable(3)
     for slot, token_s in enumerate((1e-5, 3e-5)):
-        table.put(slot, instance(token_s, onboard_token_s=(0.0, 2e-6)))
-    columns = table.columns()
-    table.correct(0, 3.0)  # of which a factor of 1.5 is left to its queue
-    assert table.columns() is columns
-    assert columns.prefill_token_s.tolist() == [2e-5, 3e-5, 2e-5]  # the median is of what was said
-    assert columns.decode_step_s.tolist() == [0.002, 0.002, 0.002]  # decode steps are priced as said
-    assert columns.onboard_token_s[1].tolist() == [2e-6, 2e-6, 2e-6]
-    assert table.factors == (1.0, 3.0)
-    table.check()
-    table.correct(1, 4.0)
-    assert table.factors == (3.0, 4.0), "slots of nobody count for nothing"
-    table.correct(1, 1.0)
+        table.put(slot, instance(token_s))
+    assert table.columns().prefill_token_s.tolist() == [1e-5, 3e-5, 2e-5]
     table.grow(4)
-    table.put(0, instance(1e-5), factor=3.0)
-    assert table.columns().prefill_token_s.tolist()[:2] == [2e-5, 3e-5]
-    table.check()
     table.remove(0)
     assert table.columns().prefill_token_s.tolist() == [3e-5] * 4
-    assert table.factors == (1.0, 1.0)
-    table.check()
-
-
-@pytest.mark.parametrize(
-    ("factor", "applied"),
-    [(0.125, 0.1875), (0.5, 0.75), (2 / 3, 1), (0.7, 1), (1.4, 1), (1.5, 1), (1.56, 1.04), (3, 2), (6, 4)],
-)
-def test_a_small_error_is_left_to_the_queue_and_a_large_one_counts_past_that(factor, applied):
-    table = PriceTable(1)
-    table.put(0, instance(1e-5))
-    table.columns()
-    table.correct(0, factor)
-    assert table.columns().prefill_token_s.tolist() == [pytest.approx(applied * 1e-5)]
     table.check()
 
 

@@ -58,7 +58,7 @@ export function workers(snapshot, kill) {
     h("span", {class: "whole-words", title: `process ${worker.pid}${worker.host ? ` on ${worker.host}` : ""}`}, worker.name),
     h("span", {class: `role ${worker.role}`}, worker.role),
     worker.problem ? `${worker.condition}: ${worker.problem}` : worker.condition.replace("_", " "),
-    `${worker.running} run, ${worker.waiting} wait${worker.sessions ? `, ${worker.sessions} sessions` : ""}${worker.preemptions ? `, ${whole(worker.preemptions)} preempted` : ""}`,
+    `${worker.running} run, ${worker.waiting} wait${worker.preemptions ? `, ${whole(worker.preemptions)} preempted` : ""}`,
     worker.speed && worker.speed.step_s !== null ? `${time(worker.speed.step_s)} a step, ${rate(worker.speed.generated_tokens_per_s)} tokens/s, prompts ${rate(worker.speed.prefilled_tokens_per_s)}/s` : "idle",
     worker.tiers.length ? worker.tiers.map((tier) => h("div", {key: tier.tier}, `${tier.tier}: ${whole(tier.cached_blocks)} of ${whole(tier.total_blocks)} cached${tier.is_off ? ", off" : ""}`, kvMap(worker, tier))) : "–",
     worker.links.length ? worker.links.map((link) => h("div", {key: link.source}, `${link.source}: ${bytes(link.num_bytes)} by ${link.transport}${link.seconds ? `, ${bytes(link.num_bytes / link.seconds)}/s` : ""}`)) : "–",

@@ -13,8 +13,7 @@ from penstock.engine.runner import RunnerInfo
 from penstock.kv.eviction import BlockUse, UseKind
 from penstock.kv.pool import BlockPool
 from penstock.kv.reference_pool import tenant_number
-from penstock.kv.sessions.config import SessionsConfig
-from penstock.kv.sessions.retention import Retention
+from penstock.kv.retention import Retention, RetentionConfig
 from penstock.sim.loop import run_virtual
 from penstock.testing.engines.probe import EngineProbe, make_request
 from tests.support.manual_clock import ManualClock
@@ -27,7 +26,7 @@ def request_with(retention=None, **fields):
 
 
 def make_retention(pool=None, clock=None, **config):
-    return Retention(pool or BlockPool(8, 4, "seconds"), SessionsConfig(**config), clock or ManualClock())
+    return Retention(pool or BlockPool(8, 4, "seconds"), RetentionConfig(**config), clock or ManualClock())
 
 
 @pytest.mark.parametrize(
@@ -43,14 +42,13 @@ def make_retention(pool=None, clock=None, **config):
 def test_a_priority_above_0_always_ends(asked, use):
     retention = make_retention(ttl_s=60)
     request = request_with(asked, tenant="a")
-    assert retention.use(request, is_ephemeral=False) == BlockUse(UseKind.OTHER, *use, tenant_number("a"))
-    assert retention.use(request_with(asked), is_ephemeral=True).priority == -1
+    assert retention.use(request) == BlockUse(UseKind.OTHER, *use, tenant_number("a"))
 
 
 def test_agents_and_sessions_are_kinds_of_their_own():
     retention = make_retention()
     kinds = [
-        retention.use(request_with(session=session, follows_tool=is_tool), is_ephemeral=False).kind
+        retention.use(request_with(session=session, follows_tool=is_tool)).kind
         for session in (None, "a")
         for is_tool in (False, True)
     ]
@@ -59,7 +57,7 @@ def test_agents_and_sessions_are_kinds_of_their_own():
 
 def test_a_ttl_past_the_workers_bound_is_refused():
     with pytest.raises(
-        RequestError, match=r"kv_retention\.ttl_s: must be <= 100, sessions\.ttl_s_max, got 101"
+        RequestError, match=r"kv_retention\.ttl_s: must be <= 100, retention\.ttl_s_max, got 101"
     ):
         make_retention(ttl_s_max=100).arrive(request_with(KvRetention(priority=1, ttl_s=101)))
 
