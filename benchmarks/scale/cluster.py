@@ -19,7 +19,7 @@ from penstock.core.wire import HashArray, PackedHashes, PackedTokens
 from penstock.graph import Overrides, load
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.workers.member import Member
+from penstock.router.workers.member import FleetMember
 from penstock.runtime.requests.outbox import CODEC, Event
 from penstock.sim.cluster import ClusterSpec, SimCluster
 from penstock.sim.deployment import SALT, SimDeployment, plan_deployment
@@ -314,7 +314,7 @@ class _Scale:
         for meter in cluster.meters:
             meter.is_on = True
 
-    def _members(self, dispatcher: Dispatcher) -> Sequence[Member]:
+    def _members(self, dispatcher: Dispatcher) -> Sequence[FleetMember]:
         return [member for member in dispatcher._shared.fleet.slots.now() if member is not None]
 
     def _sample(self, cluster: _MeteredCluster) -> None:

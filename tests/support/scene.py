@@ -13,7 +13,7 @@ from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_hashes, pack_tokens
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.workers.member import WorkerView
+from penstock.router.workers.member import FleetWorkerView
 from penstock.sim.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
@@ -71,7 +71,7 @@ def stored(hashes: np.ndarray) -> BlockStored:
     return BlockStored(block_hashes=pack_hashes(hashes), parent_block_hash=None, block_size=4)
 
 
-def view(dispatcher: Dispatcher, name: str) -> WorkerView:
+def view(dispatcher: Dispatcher, name: str) -> FleetWorkerView:
     """Return the dispatcher's description of one worker."""
     (found,) = (worker for worker in dispatcher.workers() if worker.name == name)
     return found

@@ -18,9 +18,15 @@ from penstock.frontend.watch.overview import (
     WorkerSpeed,
 )
 from penstock.frontend.watch.snapshot import Alert, LinkRow, PageSnapshot, Severity, TierRow, WorkerRow
-from penstock.router.dispatch.journeys import Journey, LegView, Part
-from penstock.router.explain.explanation import Candidate, Explanation, LeftOut, Prefill, RouteReason
-from penstock.router.workers.member import Condition, WorkerView
+from penstock.router.dispatch.journeys import Journey, LegPart, LegView
+from penstock.router.explain.explanation import (
+    Candidate,
+    LeftOut,
+    PrefillExplanation,
+    RouteReason,
+    RoutingExplanation,
+)
+from penstock.router.workers.member import Condition, FleetWorkerView
 
 
 def worker(name: str, **fields: Any) -> WorkerRow:
@@ -51,7 +57,7 @@ def worker(name: str, **fields: Any) -> WorkerRow:
     return WorkerRow(name=name, **(known | fields))
 
 
-def view(worker_id: int, load: WorkerLoad | None = None, **fields: Any) -> WorkerView:
+def view(worker_id: int, load: WorkerLoad | None = None, **fields: Any) -> FleetWorkerView:
     """Give a ready worker as routers see it."""
     shown = None
     if load is not None:
@@ -64,12 +70,12 @@ def view(worker_id: int, load: WorkerLoad | None = None, **fields: Any) -> Worke
         "region": "", "pid": 1, "connections": 1, "open_requests": 0, "reserved_requests": 0, "reserved_prefill_tokens": 0,
         "reserved_blocks": 0, "indexed_blocks": 0, "predicted": False, "adapters": (), "event_sequence": None, "event_resyncs": 0,
     }  # fmt: skip
-    return WorkerView(worker_id=worker_id, **({"load": shown} | known | fields))
+    return FleetWorkerView(worker_id=worker_id, **({"load": shown} | known | fields))
 
 
 def journey(request_id: str, *workers: str, **fields: Any) -> Journey:
     """Give a request that has ended: of two workers the first is of prefill."""
-    parts = [Part.PREFILL, Part.DECODE] if len(workers) > 1 else [Part.WHOLE]
+    parts = [LegPart.PREFILL, LegPart.DECODE] if len(workers) > 1 else [LegPart.WHOLE]
     legs = tuple(
         LegView(
             worker=name,
@@ -95,7 +101,7 @@ def journey(request_id: str, *workers: str, **fields: Any) -> Journey:
     return Journey(request_id=RequestId(request_id), legs=legs, **(known | fields))
 
 
-def decision(request_id: str, worker_name: str, *, prefill: str = "", **fields: Any) -> Explanation:
+def decision(request_id: str, worker_name: str, *, prefill: str = "", **fields: Any) -> RoutingExplanation:
     """Give a decision with terms, a second candidate, and a worker that was left out."""
 
     def candidate(name: str, cost: float) -> Candidate:
@@ -119,12 +125,12 @@ def decision(request_id: str, worker_name: str, *, prefill: str = "", **fields: 
         "candidates": (candidate(worker_name, 25.0), candidate("decode-9", 31.0)),
         "num_left_out": 1,
         "left_out": (LeftOut(worker="decode-8", why="busy"),),
-        "prefill": Prefill(
+        "prefill": PrefillExplanation(
             remote=True, worker=prefill, local=90.0, local_worker=worker_name, prefill=40.0, prefill_worker=prefill,
             decode=20.0, decode_worker=worker_name, num_candidates=1, candidates=(candidate(prefill, 40.0),),
         ) if prefill else None,
     }  # fmt: skip
-    return Explanation(request_id=request_id, worker=worker_name, **(known | fields))
+    return RoutingExplanation(request_id=request_id, worker=worker_name, **(known | fields))
 
 
 def overview(**fields: Any) -> Overview:

@@ -20,7 +20,7 @@ from penstock.cli.text import printable, seconds
 from penstock.core.errors import ConfigError, PenstockError, RequestError, Unavailable
 from penstock.deploy.control.local_connector import FrontendAddress
 from penstock.deploy.state import state_dir
-from penstock.router.dispatch.journeys import Journey, Part
+from penstock.router.dispatch.journeys import Journey, LegPart
 
 
 def add_chat(parser: Parser) -> None:
@@ -221,7 +221,9 @@ def _about(journey: Journey | None, usage: dict[str, Any] | None, first_s: float
     """Say where an answer came from, and what it cost."""
     parts = []
     if journey is not None:
-        legs = (f"{leg.worker} (prompt)" if leg.part is Part.PREFILL else leg.worker for leg in journey.legs)
+        legs = (
+            f"{leg.worker} (prompt)" if leg.part is LegPart.PREFILL else leg.worker for leg in journey.legs
+        )
         parts.append(f"by {', '.join(legs)}")
     if usage is not None:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)

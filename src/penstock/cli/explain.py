@@ -16,8 +16,8 @@ from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.events import Tier
 from penstock.deploy.control.local_connector import FrontendAddress
 from penstock.frontend.http.admin import LATEST_DEFAULT, LATEST_MAX
-from penstock.router.explain.explanation import Candidate, Explanation, Prefill
-from penstock.router.explain.replay import Replay, Replayed
+from penstock.router.explain.explanation import Candidate, RoutingExplanation, PrefillExplanation
+from penstock.router.explain.replay import RoutingReplay, ReplayedDecision
 
 
 def add_explain(parser: Parser) -> None:
@@ -86,7 +86,7 @@ _NOT_FOUND = 404
 
 
 class _Answer(msgspec.Struct):
-    decisions: list[Explanation]
+    decisions: list[RoutingExplanation]
     pid: int
 
 
@@ -147,7 +147,7 @@ def replay(file: Path, policy: str | None) -> int:
     Raises:
         ConfigError: the file cannot be read, or has no decisions.
     """
-    again = Replay(policy)
+    again = RoutingReplay(policy)
     total, differences = 0, []
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
@@ -183,7 +183,7 @@ def _fetch(server: FrontendAddress, rest: str, *, tries: int) -> bytes:
     raise RequestError(problem, http_status=_NOT_FOUND)
 
 
-def _lines(decision: Explanation, by: str) -> Iterator[str]:
+def _lines(decision: RoutingExplanation, by: str) -> Iterator[str]:
     """Format a decision: title, table of candidates, excluded workers; `by` is the process."""
     yield (
         f"{decision.request_id}  {decision.age_s:.1f} s ago  model {decision.model}  policy {decision.policy}  {by}"
@@ -223,7 +223,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _where(prefill: Prefill, unit: str) -> str:
+def _where(prefill: PrefillExplanation, unit: str) -> str:
     """Format whether the prompt is prefilled remotely, with the costs compared."""
     where = "prompt by a prefill worker" if prefill.remote else "prompt where the answer is"
     if prefill.prefill is None or prefill.decode is None or prefill.local is None:
@@ -260,7 +260,7 @@ def _cost(candidate: Candidate) -> str:
     return f"{candidate.cost:.1f}" if candidate.terms else f"{candidate.cost:.4g}"
 
 
-def _differences(differences: Sequence[Replayed]) -> Iterator[str]:
+def _differences(differences: Sequence[ReplayedDecision]) -> Iterator[str]:
     for one in differences[:_DIFFERENCES_SHOWN]:
         unit = "" if one.unit == "none" else f" {one.unit}"
         less = "" if one.costs_more is None else f" {one.costs_more:.1f}{unit} less"
@@ -269,7 +269,7 @@ def _differences(differences: Sequence[Replayed]) -> Iterator[str]:
         yield f"and {len(differences) - _DIFFERENCES_SHOWN} more"
 
 
-def _summary(total: int, differing: int, again: Replay, policy: str | None) -> str:
+def _summary(total: int, differing: int, again: RoutingReplay, policy: str | None) -> str:
     others = "".join(f", {count} other lines ({kind})" for kind, count in sorted(again.other_lines.items()))
     by = "the policies that made them" if policy is None else policy
     return f"{total} decisions by {by}: {total - differing} the same, {differing} not{others}"

@@ -10,11 +10,11 @@ from penstock.core.ids import WorkerId
 from penstock.core.routing_context import TOKEN_S_MIN
 from penstock.core.types.requests import Request
 from penstock.router.disagg.disagg import DisaggDecision
-from penstock.router.policy.selector import Choice
+from penstock.router.policy.selector import WorkerChoice
 from penstock.seams import RoutingContext
 
 
-class Route(msgspec.Struct, frozen=True):
+class WorkerRoute(msgspec.Struct, frozen=True):
     """One worker's part of a plan: `overlap_blocks` of the prompt's `blocks` are cached there, or come there from a prefill worker."""
 
     worker_id: WorkerId
@@ -25,11 +25,11 @@ class Route(msgspec.Struct, frozen=True):
     blocks: int
 
 
-class Plan(msgspec.Struct, frozen=True):
+class RoutePlan(msgspec.Struct, frozen=True):
     """The decode worker of a request, and its prefill worker; None where the decode worker prefills too."""
 
-    decode: Route
-    prefill: Route | None = None
+    decode: WorkerRoute
+    prefill: WorkerRoute | None = None
 
 
 class ScoredCandidates(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class ScoredCandidates(msgspec.Struct, frozen=True):
 
     request: Request
     context: RoutingContext
-    choice: Choice
+    choice: WorkerChoice
     tie: int
     excluded: Collection[WorkerId]
     wait_terms: Sequence[int]
@@ -59,7 +59,7 @@ class ScoredCandidates(msgspec.Struct, frozen=True):
         """The context of the whole request, on the workers that may answer it."""
         return self.context if self.decision is None else self.decision.whole_context
 
-    def choices(self) -> list[tuple[RoutingContext, Choice]]:
+    def choices(self) -> list[tuple[RoutingContext, WorkerChoice]]:
         """Give the workers to take: the prefill worker, if any, then the worker that answers; each with its context."""
         first, decision = (self.context, self.choice), self.decision
         if not self.is_disaggregated or decision is None or decision.rest is None:

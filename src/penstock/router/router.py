@@ -14,19 +14,19 @@ from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger, is_debugging
 from penstock.core.types.requests import Request
 from penstock.core.wire import num_tokens, unpack_hashes
-from penstock.router.candidates import Plan, Route, ScoredCandidates
+from penstock.router.candidates import RoutePlan, ScoredCandidates, WorkerRoute
 from penstock.router.config import QueueConfig, RouterConfig
 from penstock.router.disagg.disagg import decide, prompt_alone
 from penstock.router.disagg.pricing import DisaggPricing
-from penstock.router.explain.decisions import Decision, Decisions, Part
+from penstock.router.explain.decisions import ChoiceInputs, Decisions, RoutingDecision
 from penstock.router.explain.explanation import RouteReason
 from penstock.router.explain.recorded import EVENT, RecordedDecision, record_context, record_inputs
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.fleet.worker_pool import WorkerPool
+from penstock.router.fleet.worker_pool import ModelPool
 from penstock.router.index.radix import PrefixMatch
 from penstock.router.metrics import RouterMetrics
 from penstock.router.policy.policies import mix, recomputed_blocks, tie_of
-from penstock.router.policy.selector import Choice, WorkerSelector
+from penstock.router.policy.selector import WorkerChoice, WorkerSelector
 from penstock.seams import RoutingContext
 
 _HASHES = 2.0**64
@@ -140,7 +140,7 @@ class Router:
         return ready if np.count_nonzero(ready) else None  # 0.2 us, where any() takes 2
 
     def _prefill_mask(
-        self, request: Request, pool: WorkerPool, exclude: Collection[WorkerId], context: RoutingContext
+        self, request: Request, pool: ModelPool, exclude: Collection[WorkerId], context: RoutingContext
     ) -> NDArray[np.bool_] | None:
         """Mask the prefill workers that may get a prompt; None where none may.
 
@@ -154,12 +154,12 @@ class Router:
         fitting = pool.pairs.prefill_workers(pool.ready_prefill, context.eligible)
         return self._eligible(request, fitting & holds, exclude)
 
-    def plan(self, request: Request, exclude: Collection[WorkerId] = ()) -> Plan | None:
+    def plan(self, request: Request, exclude: Collection[WorkerId] = ()) -> RoutePlan | None:
         """Price a request and take the cheapest workers at once."""
         candidates = self.score(request, exclude)
         return None if candidates is None else self.take(candidates)
 
-    def take(self, candidates: ScoredCandidates, *, again: bool = False) -> Plan:
+    def take(self, candidates: ScoredCandidates, *, again: bool = False) -> RoutePlan:
         """Take the cheapest of the scored candidates; `again` replaces an earlier plan for the same request, which was counted."""
         choices, decision = candidates.choices(), candidates.decision
         cached = candidates.whole_context.overlap_blocks
@@ -178,13 +178,13 @@ class Router:
         if not again:
             self._count(candidates, parts[0].reason, routes[0])
             self.on_routed(candidates.request)
-        return Plan(routes[-1], prefill=routes[0] if len(routes) > 1 else None)
+        return RoutePlan(routes[-1], prefill=routes[0] if len(routes) > 1 else None)
 
-    def _route(self, context: RoutingContext, slot: int) -> Route:
+    def _route(self, context: RoutingContext, slot: int) -> WorkerRoute:
         overlap_blocks = int(context.overlap_blocks[slot])
         overlap_tokens = (overlap_blocks - recomputed_blocks(context, slot)) * context.block_size
         prefill_tokens = max(context.request_tokens - overlap_tokens, 1)
-        return Route(
+        return WorkerRoute(
             worker_id=self.fleet.slots.at(slot).worker_id,
             slot=slot,
             prefill_tokens=prefill_tokens,
@@ -193,7 +193,7 @@ class Router:
             blocks=context.request_blocks,
         )
 
-    def _count(self, candidates: ScoredCandidates, reason: RouteReason, prompt: Route) -> None:
+    def _count(self, candidates: ScoredCandidates, reason: RouteReason, prompt: WorkerRoute) -> None:
         """Count a plan, where the prompt is computed, and the seconds that were compared."""
         metrics, tokens = self._metrics, candidates.context.request_tokens
         metrics.decided(self._selector.policy.name, reason).inc()
@@ -255,7 +255,7 @@ class Router:
     def _context(
         self,
         request: Request,
-        pool: WorkerPool,
+        pool: ModelPool,
         eligible: NDArray[np.bool_],
         match: PrefixMatch,
         now_s: float,
@@ -295,7 +295,7 @@ class Router:
             output_tokens=_output_tokens(request),
         )
 
-    def _part(self, context: RoutingContext, choice: Choice, cached: NDArray[np.int32]) -> Part:
+    def _part(self, context: RoutingContext, choice: WorkerChoice, cached: NDArray[np.int32]) -> ChoiceInputs:
         """Keep the inputs of a choice.
 
         Args:
@@ -303,7 +303,7 @@ class Router:
             choice: what was chosen.
             cached: (num_slots,) blocks cached before any KV transfer.
         """
-        return Part(
+        return ChoiceInputs(
             slot=choice.slot,
             reason=self._reason(context, choice.slot, cached),
             overlap_blocks=context.overlap_blocks,
@@ -326,11 +326,11 @@ class Router:
             return RouteReason.NO_PREFIX
         return RouteReason.LONGEST_PREFIX if overlap == best else RouteReason.SHORTER_PREFIX
 
-    def _keep(self, candidates: ScoredCandidates, parts: Sequence[Part]) -> None:
+    def _keep(self, candidates: ScoredCandidates, parts: Sequence[ChoiceInputs]) -> None:
         """Keep the inputs of a plan for explanations; live columns are copied."""
         fleet, request, context = self.fleet, candidates.request, candidates.whole_context
         self.decisions.keep(
-            Decision(
+            RoutingDecision(
                 request_id=request.request_id,
                 model=request.model,
                 adapter=request.adapter,

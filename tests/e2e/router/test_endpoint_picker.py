@@ -25,7 +25,7 @@ from penstock.frontend.endpoint_picker import messages
 from penstock.frontend.endpoint_picker.exchange import EndpointPicker
 from penstock.frontend.endpoint_picker.server import EndpointPickerServer
 from penstock.frontend.limits.admission import ReceiveBudget, ReceiveMetrics
-from penstock.router.service.gateway import Server
+from penstock.router.service.gateway import GatewayServer
 from penstock.router.service.routing_service import RoutingService
 from tests.support.certificates import make_authority, make_certificate
 from tests.support.envoy import BUFFERED, DUPLEX, envoy
@@ -120,7 +120,7 @@ async def scene(
         stubs = {name: Stub(name) for name in ("one", "two")}
         for name, stub in stubs.items():
             await stub.run(stack)
-            await service.put(name, Server(url=f"http://127.0.0.1:{stub.port}", model="m"))
+            await service.put(name, GatewayServer(url=f"http://127.0.0.1:{stub.port}", model="m"))
         picker = EndpointPicker(service, None, body_bytes_max=body_bytes_max, body_timeout_s=body_timeout_s)
         budget = ReceiveBudget(32 << 20, ReceiveMetrics(registry, "penstock_router"))
         server = EndpointPickerServer(picker, EndpointPickerConfig(port=0), budget)
@@ -190,7 +190,7 @@ async def test_refusals_are_answers_of_the_api(tmp_path):
         assert json.loads(text)["error"]["message"] == "model 'other': no worker has it; known: m"
         for name, stub in at.stubs.items():
             url = f"http://127.0.0.1:{stub.port}"
-            await at.service.put(name, Server(url=url, model="m", state=InstanceState.DRAINING))
+            await at.service.put(name, GatewayServer(url=url, model="m", state=InstanceState.DRAINING))
         async with at.http.post(f"{at.url}/v1/completions", json={"model": "m", "prompt": "x"}) as answer:
             assert answer.status == 503
             assert answer.headers["Retry-After"] == "1"

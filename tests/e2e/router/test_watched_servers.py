@@ -21,7 +21,7 @@ from penstock.engine.openai.config import ServerConfig
 from penstock.frontend.http.router import RoutingHttpConfig, RoutingServer
 from penstock.frontend.route_query import RouteModel
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.router.service.gateway import Choice, Query, Stage
+from penstock.router.service.gateway import Query, RequestStage, ServerChoice
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 from tests.support.fake_server import FakeServer
 from tests.support.kv_publisher import endpoints, publishing
@@ -62,7 +62,7 @@ class Site:
         await self.ask("/feedback", id=choice["id"], stage="finished")
         return choice["worker"], choice["why"]["decisions"][0]["candidates"][0]["overlap_blocks"]
 
-    def choose(self, *exclude: str) -> Choice:
+    def choose(self, *exclude: str) -> ServerChoice:
         return self.service.route(Query(model=MODEL, prompt="Hello there.", exclude=exclude))
 
     def view(self, name: str) -> Any:
@@ -172,7 +172,7 @@ async def test_failures_that_the_gateway_tells_open_the_breaker_and_a_good_trial
         await site.ready("server-1", "server-2")
         refuse = servers[0].refuse
         servers[0].refuse = lambda: web.json_response({"error": {"message": "no"}}, status=500)
-        for stage in (Stage.FAILED, Stage.FINISHED, Stage.FAILED, Stage.FAILED):
+        for stage in (RequestStage.FAILED, RequestStage.FINISHED, RequestStage.FAILED, RequestStage.FAILED):
             assert site.view("server-1").condition == "ready"
             site.service.feedback(site.choose("server-2").id, stage)
         await site.until(lambda: site.view("server-1").condition == "unhealthy")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.baselines import BASELINES
 from penstock.router.explain.recorded import EVENT, record_context
-from penstock.router.explain.replay import Replay
+from penstock.router.explain.replay import RoutingReplay
 from penstock.router.policy.policies import POLICIES, make_policy
 from penstock.router.policy.selector import WorkerSelector
 from penstock.testing.routing_policy import some_contexts
@@ -39,4 +39,4 @@ def test_the_same_inputs_get_the_same_choice(policy: str, seed: int, tie: int) -
             "context": record_context(context),
         }
         lines.append(json.dumps(line))
-    assert [replayed.again for replayed in Replay().run(lines)] == expected
+    assert [replayed.again for replayed in RoutingReplay().run(lines)] == expected

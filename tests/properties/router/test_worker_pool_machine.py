@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import EngineInfo, Instance, InstanceState, ModelCard, Role
-from penstock.router.fleet.worker_pool import WorkerPool
-from penstock.router.workers.member import Condition, Member, identity
+from penstock.router.fleet.worker_pool import ModelPool
+from penstock.router.workers.member import Condition, FleetMember, identity
 
 CARDS = st.sampled_from(
     [
@@ -52,11 +52,11 @@ class WorkerPoolMachine(RuleBasedStateMachine):
 
     @rule(card=CARDS, state=STATES, adapters=ADAPTERS)
     def join(self, card, state, adapters):
-        member = Member(make_instance(self.joined, card, state, adapters), slot=self.joined)
+        member = FleetMember(make_instance(self.joined, card, state, adapters), slot=self.joined)
         member.connection = CONNECTION
         self.joined += 1
         if self.pool is None:
-            self.pool = WorkerPool(member, 1, adapters_max=3)
+            self.pool = ModelPool(member, 1, adapters_max=3)
         self.pool.grow(max(self.joined, len(self.pool.ready)))
         self.members.append(member)
         self.put(member)
@@ -126,7 +126,7 @@ class WorkerPoolMachine(RuleBasedStateMachine):
 
 def test_adapters_past_the_bound_are_left_out_until_there_is_room():
     members = [
-        Member(
+        FleetMember(
             make_instance(
                 n, ModelCard(name="m", context_length=9, block_size=4, salt=b""), InstanceState.READY, a
             ),
@@ -134,7 +134,7 @@ def test_adapters_past_the_bound_are_left_out_until_there_is_room():
         )
         for n, a in enumerate([("a", "b"), ("b", "c"), ("c",)])
     ]
-    pool = WorkerPool(members[0], 3, adapters_max=2)
+    pool = ModelPool(members[0], 3, adapters_max=2)
     for member in members:
         pool.put(member)
         pool.set_ready(member.slot, is_ready=True)

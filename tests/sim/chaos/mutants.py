@@ -17,14 +17,14 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.loader import Loader
 from penstock.kv.manager import KvManager
 from penstock.kv.pool import BlockPool
-from penstock.router.dispatch.direct import DirectWay
+from penstock.router.dispatch.direct import DirectTokens
 from penstock.router.dispatch.open_request import OpenRequest
 from penstock.router.dispatch.progress import Progress
 from penstock.router.fleet.connector import Connector, MemberSink
 from penstock.router.index.radix import RadixTree
 from penstock.router.queue.request_queue import RequestQueue
 from penstock.router.retries.isolation import PoisonIsolation
-from penstock.router.retries.pace import Pace
+from penstock.router.retries.pace import MigrationPace
 from penstock.router.workers.loads import LoadTracker
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.runtime.events.subscriber import EventSubscriber
@@ -287,25 +287,25 @@ def turn_not_given_back() -> Iterator[None]:
 @mutant
 def lost_request_not_aborted() -> Iterator[None]:
     """Every third request whose worker was lost gets no time to go on."""
-    original, is_lost = Pace.depart, every(3)
+    original, is_lost = MigrationPace.depart, every(3)
 
     def depart(self, now_s):
         return float("inf") if is_lost() else original(self, now_s)
 
-    with replaced(Pace, "depart", depart):
+    with replaced(MigrationPace, "depart", depart):
         yield
 
 
 @mutant
 def lost_request_expected_for_ever() -> Iterator[None]:
     """Every tenth that was about to move stays expected, and has others go too soon."""
-    original, is_expected = Pace.expect, every(10)
+    original, is_expected = MigrationPace.expect, every(10)
 
     def expect(self, change):
         if not is_expected() or change > 0:
             original(self, change)
 
-    with replaced(Pace, "expect", expect):
+    with replaced(MigrationPace, "expect", expect):
         yield
 
 
@@ -400,7 +400,7 @@ def direct_stream_overtaken() -> Iterator[None]:
     original = OpenRequest.on_delta
 
     def on_delta(self, delta):
-        with mock.patch.object(DirectWay, "close"):
+        with mock.patch.object(DirectTokens, "close"):
             original(self, delta)
 
     with replaced(OpenRequest, "on_delta", on_delta):
@@ -413,7 +413,7 @@ def direct_stream_left_open() -> Iterator[None]:
     original = OpenRequest._leave
 
     def leave(self):
-        with mock.patch.object(DirectWay, "close"):
+        with mock.patch.object(DirectTokens, "close"):
             original(self)
 
     with replaced(OpenRequest, "_leave", leave):

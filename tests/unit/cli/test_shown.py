@@ -11,7 +11,7 @@ from penstock.cli.ps import DeploymentView, LinkView, table
 from penstock.core.types.events import Tier
 from penstock.core.types.instances import ReplicaState
 from penstock.deploy.control.messages import ProcessView
-from penstock.router.explain.explanation import Candidate, Explanation, Prefill, RouteReason
+from penstock.router.explain.explanation import Candidate, PrefillExplanation, RouteReason, RoutingExplanation
 from tests.support.answering import Answers, answering
 
 SETTING = "local_tokens_max"
@@ -43,7 +43,7 @@ def explained(capsys, **fields: Any):
         "block_size": 16, "age_s": 0.0, "num_candidates": 1, "candidates": (candidate(),), "num_left_out": 0,
         "left_out": (),
     }  # fmt: skip
-    body = msgspec.json.encode({"pid": 7, "decisions": [Explanation(**usual | fields)]})
+    body = msgspec.json.encode({"pid": 7, "decisions": [RoutingExplanation(**usual | fields)]})
     return shown(capsys, body, "explain", "a")
 
 
@@ -60,19 +60,19 @@ def test_the_size_of_a_prompt_reads_well(capsys, tokens, blocks, said):
     ("prefill", "said"),
     [
         (
-            Prefill(
+            PrefillExplanation(
                 remote=True, local=50.6, prefill=45.83, decode=18.5, kv_transfer=5.0, local_worker="decode-1",
                 prefill_worker="prefill-1", decode_worker="decode-1", setting=SETTING,
             ),
             "prefill worker: prefill-1 45.8 + decode-1 13.5 + KV transfer 5.0 = 64.3 ms; alone on decode-1 50.6 ms, by router.disagg.local_tokens_max",
         ),
-        (Prefill(remote=False, local=66.0, prefill=40.8, decode=36.6), "where the answer is: prefill 40.8 + decode 36.6 = 77.4 ms; alone on one worker 66.0 ms"),
+        (PrefillExplanation(remote=False, local=66.0, prefill=40.8, decode=36.6), "where the answer is: prefill 40.8 + decode 36.6 = 77.4 ms; alone on one worker 66.0 ms"),
         (
-            Prefill(remote=True, local=66.0, prefill=40.8, decode=3.6, link_setup=25.0),
+            PrefillExplanation(remote=True, local=66.0, prefill=40.8, decode=3.6, link_setup=25.0),
             "prefill worker: prefill 40.8 + decode 28.6 (25.0 of it for a new link) = 69.4 ms; alone on one worker 66.0 ms",
         ),
-        (Prefill(remote=True), "prefill worker: not compared by cost"),
-        (Prefill(remote=False, local=5.0), "where the answer is: too little of it is to be computed"),
+        (PrefillExplanation(remote=True), "prefill worker: not compared by cost"),
+        (PrefillExplanation(remote=False, local=5.0), "where the answer is: too little of it is to be computed"),
     ],
 )  # fmt: skip
 def test_where_the_prompt_is_computed_is_said(capsys, prefill, said):
@@ -92,7 +92,7 @@ def test_numbers_of_any_size_are_read(capsys, cost, terms, said):
 
 def test_both_workers_of_a_plan_are_shown_with_the_alternatives(capsys):
     candidates = (candidate("p0", 1.5), candidate("p1", 2.0))
-    prefill = Prefill(
+    prefill = PrefillExplanation(
         remote=True, worker="p0", next_worker="p1", reason=RouteReason.NO_PREFIX, num_candidates=3, candidates=candidates,
     )  # fmt: skip
     _, to, _, prompt, _, first, second, more, answer, _, last = explained(capsys, prefill=prefill)
@@ -103,7 +103,9 @@ def test_both_workers_of_a_plan_are_shown_with_the_alternatives(capsys):
     assert last.split()[0] == "w1"
 
 
-@pytest.mark.parametrize(("prefill", "name"), [(Prefill(remote=True), "to move"), (None, "object")])
+@pytest.mark.parametrize(
+    ("prefill", "name"), [(PrefillExplanation(remote=True), "to move"), (None, "object")]
+)
 def test_blocks_that_a_kv_transfer_brings_are_to_move(capsys, prefill, name):
     tiers = {**dict.fromkeys(Tier, 0), Tier.OBJECT: 4}
     *_, head, _ = explained(

@@ -20,7 +20,7 @@ from penstock.frontend.endpoint_picker.exchange import (
 )
 from penstock.frontend.endpoint_picker.messages import BodyMode
 from penstock.frontend.limits.admission import ReceiveBudget, ReceiveMetrics
-from penstock.router.service.gateway import Server
+from penstock.router.service.gateway import GatewayServer
 from penstock.router.service.routing_service import RoutingService
 
 BODY = {"model": "m", "prompt": "Hello."}
@@ -110,7 +110,9 @@ class Talk:
 async def talking() -> AsyncIterator[Talk]:
     async with RoutingService(rng=random.Random(1)) as service:
         for number in (1, 2):
-            await service.put(f"server-{number}", Server(url=f"http://10.0.0.{number}:8000", model="m"))
+            await service.put(
+                f"server-{number}", GatewayServer(url=f"http://10.0.0.{number}:8000", model="m")
+            )
         yield Talk(service)
 
 

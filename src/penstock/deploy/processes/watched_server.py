@@ -160,9 +160,9 @@ class WatchedServer:
             self._told = reason
             self._say(self.name, "failed", reason)
 
-    def _described(self, load: ServerLoad | None) -> gateway.Server:
+    def _described(self, load: ServerLoad | None) -> gateway.GatewayServer:
         tokens = (load and load.kv_tokens) or 0
-        return gateway.Server(
+        return gateway.GatewayServer(
             url=self._server.url,
             model=self._model,
             total_blocks=min(tokens // self._service.config.block_size, gateway.COUNT_MAX),
@@ -179,11 +179,11 @@ class WatchedServer:
             transferred_prompts_only=is_paired and isinstance(api, SglangGenerate),
         )
 
-    def _make_transfer(self) -> gateway.KvTransfer:
+    def _make_transfer(self) -> gateway.ServerKvTransfer:
         prefill, decode, from_answer = http_transfer(
             self._server.url, self._server.api, self._config, self._rng
         )
-        return gateway.KvTransfer(prefill=prefill, decode=decode, from_answer=from_answer)
+        return gateway.ServerKvTransfer(prefill=prefill, decode=decode, from_answer=from_answer)
 
     def _publish(self, events: Sequence[KvEvent]) -> None:
         self._service.servers.publish(self.name, events)

@@ -26,7 +26,7 @@ from penstock.frontend.errors import ReceiveTimeoutError, error_answer
 from penstock.frontend.limits.admission import ReceivedBytes
 from penstock.frontend.prepare import THREAD_BYTES
 from penstock.frontend.route_query import RouteModel, text_of
-from penstock.router.service.gateway import Query, Stage, tokens_of
+from penstock.router.service.gateway import Query, RequestStage, tokens_of
 from penstock.router.service.routing_service import RoutingService
 from penstock.router.workers.member import Condition
 
@@ -148,7 +148,7 @@ class EndpointPicker:
     def feedback(
         self,
         pick: PickedEndpoint,
-        stage: Stage,
+        stage: RequestStage,
         *,
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
@@ -325,7 +325,7 @@ class EnvoyExchange:
                 self._status = int(text) if text.isdecimal() else 0
         served = _metadata(request.metadata_context, _NAMESPACE, _SERVED)
         if served is not None and self._pick is not None and served.string_value != self._pick.endpoint:
-            self._finish(Stage.FAILED)  # the gateway took another endpoint
+            self._finish(RequestStage.FAILED)  # the gateway took another endpoint
         elif request.response_headers.end_of_stream:
             self._finish()
         return messages.ProcessingResponse(response_headers=messages.HeadersResponse())
@@ -333,7 +333,7 @@ class EnvoyExchange:
     def _response_body(self, body: Any) -> Any:
         if body.body:
             if not self._tail and self._pick is not None and not body.end_of_stream:
-                self._picker.feedback(self._pick, Stage.FIRST_TOKEN)
+                self._picker.feedback(self._pick, RequestStage.FIRST_TOKEN)
             self._tail = (self._tail + body.body)[-_TAIL_BYTES:]
         if body.end_of_stream:
             self._finish()
@@ -342,7 +342,7 @@ class EnvoyExchange:
         (answer,) = _streamed("response_body", [body.body], is_last=body.end_of_stream)
         return answer
 
-    def _finish(self, stage: Stage | None = None) -> None:
+    def _finish(self, stage: RequestStage | None = None) -> None:
         """Give the router the final feedback, once."""
         pick, self._pick = self._pick, None
         if pick is None:
@@ -350,7 +350,7 @@ class EnvoyExchange:
         is_failed = self._status >= HTTPStatus.INTERNAL_SERVER_ERROR
         self._picker.feedback(
             pick,
-            stage or (Stage.FAILED if is_failed else Stage.FINISHED),
+            stage or (RequestStage.FAILED if is_failed else RequestStage.FINISHED),
             cached_tokens=_last(_CACHED, self._tail),
             output_tokens=_last(_OUTPUT, self._tail),
         )

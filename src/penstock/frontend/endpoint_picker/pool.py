@@ -9,7 +9,7 @@ from typing import Any
 from penstock.core.errors import PenstockError, RequestError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.instances import InstanceState
-from penstock.router.service.gateway import Server
+from penstock.router.service.gateway import GatewayServer
 from penstock.router.service.routing_service import RoutingService
 from penstock.runtime.kubernetes import KubernetesClient, Object, Pace, Reflector, Resource
 
@@ -110,7 +110,7 @@ class PoolServers:
 
     async def _apply(self) -> None:
         """Name the pods' servers to the routing service whenever the pods change."""
-        known: dict[str, Server] = {}
+        known: dict[str, GatewayServer] = {}
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -129,7 +129,7 @@ class PoolServers:
                     continue
                 known[name] = server
 
-    def _servers(self) -> dict[str, Server]:
+    def _servers(self) -> dict[str, GatewayServer]:
         servers = {}
         for name, pod in self._pods.items():
             ip = pod.get("status", {}).get("podIP")
@@ -138,7 +138,7 @@ class PoolServers:
             host = f"[{ip}]" if ":" in ip else ip
             state = InstanceState.READY if _is_ready(pod) else InstanceState.DRAINING
             for port in self._ports:
-                servers[name if len(self._ports) == 1 else f"{name}:{port}"] = Server(
+                servers[name if len(self._ports) == 1 else f"{name}:{port}"] = GatewayServer(
                     url=f"http://{host}:{port}",
                     model=self._model,
                     adapters=self._adapters,

@@ -19,7 +19,7 @@ from penstock.core.log import cause, get_logger
 from penstock.frontend.frontend import PendingAnswer, PendingEmbeddings
 from penstock.frontend.limits.headers import RequestOptions
 from penstock.router.dispatch.journeys import Journey
-from penstock.router.explain.explanation import Explanation
+from penstock.router.explain.explanation import RoutingExplanation
 from penstock.runtime import spans
 from penstock.seams import RequestDispatcher
 
@@ -231,10 +231,10 @@ class TracedRequest:
         failed = status >= HTTPStatus.INTERNAL_SERVER_ERROR
         self.span.end(now_s, attributes, error=HTTPStatus(status).phrase if failed else "")
 
-    def _decisions(self, answer_id: str) -> Iterator[Explanation]:
-        return (each for each in self.dispatcher.explain(answer_id) if isinstance(each, Explanation))
+    def _decisions(self, answer_id: str) -> Iterator[RoutingExplanation]:
+        return (each for each in self.dispatcher.explain(answer_id) if isinstance(each, RoutingExplanation))
 
-    def _record(self, journey: Journey, decision: Explanation | None, now_s: float) -> None:
+    def _record(self, journey: Journey, decision: RoutingExplanation | None, now_s: float) -> None:
         """Record the router's part of a choice, and each worker's."""
         opened_s, trace = now_s - journey.age_s, self.span.trace
         routed: dict[str, str | int | float | bool] = {"penstock.request_id": journey.request_id}

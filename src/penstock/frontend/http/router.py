@@ -29,7 +29,7 @@ from penstock.frontend.limits.headers import OwnNames, wants_explanation
 from penstock.frontend.limits.tenants import ApiAccess
 from penstock.frontend.prepare import THREAD_BYTES
 from penstock.frontend.route_query import RouteModel, decode_query
-from penstock.router.service.gateway import Query, Server, Stage
+from penstock.router.service.gateway import GatewayServer, Query, RequestStage
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 
 _NAME_CHARACTERS_MAX = 128
@@ -70,7 +70,7 @@ class RoutingHttpConfig(Config):
 
 class _FeedbackBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     id: str
-    stage: Stage
+    stage: RequestStage
     cached_tokens: int | None = None
     output_tokens: int | None = None
     worker: str | None = None
@@ -265,7 +265,7 @@ class RoutingServer:
         return json_response(encode_json({"workers": self._service.workers()}))
 
     async def _put(self, request: web.Request) -> web.Response:
-        name, server = request.match_info["name"], await self._read(request, Server)
+        name, server = request.match_info["name"], await self._read(request, GatewayServer)
         if len(name) > _NAME_CHARACTERS_MAX:
             raise RequestError(f"name: must have at most {_NAME_CHARACTERS_MAX} characters, got {len(name)}")
         if not name.isprintable():

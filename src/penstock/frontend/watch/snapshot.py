@@ -16,8 +16,8 @@ from penstock.core.types.instances import ReplicaState
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.limits.tenants import TenantUse
 from penstock.frontend.watch.overview import DeploymentSupervisor, Overview, WorkerSpeed
-from penstock.router.explain.explanation import Explanation
-from penstock.router.workers.member import Condition, WorkerView
+from penstock.router.explain.explanation import RoutingExplanation
+from penstock.router.workers.member import Condition, FleetWorkerView
 
 _OLD_QUEUE_S = 10.0
 _SERVES = frozenset({Condition.READY, Condition.PREFILL_ONLY})
@@ -45,7 +45,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-def alerts_of(workers: Sequence[WorkerView], overview: Overview | None, problem: str) -> list[Alert]:
+def alerts_of(workers: Sequence[FleetWorkerView], overview: Overview | None, problem: str) -> list[Alert]:
     """List what is wrong, the worst first.
 
     Args:
@@ -62,12 +62,12 @@ def alerts_of(workers: Sequence[WorkerView], overview: Overview | None, problem:
     return sorted(found, key=lambda alert: order.index(alert.severity))
 
 
-def _serving(workers: Sequence[WorkerView]) -> Iterator[Alert]:
+def _serving(workers: Sequence[FleetWorkerView]) -> Iterator[Alert]:
     if not any(view.condition is Condition.READY for view in workers):
         yield _error("no-worker", "no worker can answer: requests wait, and then get 503")
 
 
-def _workers(workers: Sequence[WorkerView]) -> Iterator[Alert]:
+def _workers(workers: Sequence[FleetWorkerView]) -> Iterator[Alert]:
     for view in workers:
         if view.condition not in _SERVES:
             why = view.problem or _WHY.get(view.condition, view.condition.value)
@@ -79,7 +79,7 @@ def _workers(workers: Sequence[WorkerView]) -> Iterator[Alert]:
             )
 
 
-def _tier_alerts(workers: Sequence[WorkerView]) -> Iterator[Alert]:
+def _tier_alerts(workers: Sequence[FleetWorkerView]) -> Iterator[Alert]:
     for view in workers:
         for tier in () if view.load is None else view.load["kv_tiers"]:
             name = f"{view.name}: KV tier {tier['tier']}"
@@ -244,7 +244,7 @@ async def take_snapshot(frontend: Frontend, supervisor: DeploymentSupervisor | N
     """Look at everything once."""
     overview, problem = await _overview(supervisor)
     dispatcher, page = frontend.dispatcher, frontend.config.page
-    known = (view for view in dispatcher.workers() if isinstance(view, WorkerView))
+    known = (view for view in dispatcher.workers() if isinstance(view, FleetWorkerView))
     views = sorted(known, key=lambda view: view.name)
     names = {view.worker_id: view.name for view in views}
     speeds = {} if overview is None else overview.speeds
@@ -279,7 +279,7 @@ async def _overview(supervisor: DeploymentSupervisor | None) -> tuple[Overview |
         return None, f"no answer in {_OVERVIEW_TIMEOUT_S:g} s"
 
 
-def _row(view: WorkerView, names: dict[int, str], speed: WorkerSpeed | None) -> WorkerRow:
+def _row(view: FleetWorkerView, names: dict[int, str], speed: WorkerSpeed | None) -> WorkerRow:
     load: dict[str, Any] = view.load or {}
 
     def count(name: str) -> int:
@@ -350,7 +350,7 @@ def _tiers(load: dict[str, Any]) -> Iterable[TierRow]:
 
 def _shortened(decision: object) -> object:
     """List fewer candidates."""
-    if not isinstance(decision, Explanation):
+    if not isinstance(decision, RoutingExplanation):
         return decision
     prefill = decision.prefill
     if prefill is not None:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from penstock.core.types.events import Tier
 from penstock.router.config import DisaggConfig
-from penstock.router.links.kv_transfer_pairs import Kinds
+from penstock.router.links.kv_transfer_pairs import KvKinds
 from penstock.router.policy.policies import recomputed_blocks
-from penstock.router.policy.selector import Choice, WorkerSelector
+from penstock.router.policy.selector import WorkerChoice, WorkerSelector
 from penstock.seams import RoutingContext
 
 _MOVED_TIER = list(Tier).index(Tier.OBJECT)
@@ -50,7 +50,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class KvMove:
     """The price of moving `blocks` KV blocks of a prompt from the prefill worker in slot `source`.
 
     decode_workers: (num_slots,) bool, decode workers that can read from it
@@ -88,13 +88,15 @@ class DisaggInputs:
     blocks: int
     block_s: NDArray[np.float64]
     setup_s: NDArray[np.float64] | None
-    kinds: Kinds
+    kinds: KvKinds
     config: DisaggConfig
     always: bool = False
 
-    def move(self, prefiller: int) -> Move:
+    def move(self, prefiller: int) -> KvMove:
         """Give the price of moving the KV that the worker in this slot computes."""
-        return Move(prefiller, self.blocks, self.block_s, self.kinds.decode_workers(prefiller), self.setup_s)
+        return KvMove(
+            prefiller, self.blocks, self.block_s, self.kinds.decode_workers(prefiller), self.setup_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +108,11 @@ class DisaggDecision:
 
     inputs: DisaggInputs
     whole_context: RoutingContext
-    whole: Choice
+    whole: WorkerChoice
     prompt_context: RoutingContext
-    prompt: Choice
+    prompt: WorkerChoice
     rest_context: RoutingContext | None
-    rest: Choice | None
+    rest: WorkerChoice | None
     comparison: Comparison
 
     @property
@@ -119,7 +121,7 @@ class DisaggDecision:
         return self.prompt_context if self.comparison.is_remote else self.whole_context
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> WorkerChoice:
         """The worker that computes the prompt."""
         return self.prompt if self.comparison.is_remote else self.whole
 
@@ -157,7 +159,7 @@ def prompt_alone(context: RoutingContext, prefill_mask: NDArray[np.bool_], turn:
     )
 
 
-def as_transferred(context: RoutingContext, move: Move) -> RoutingContext:
+def as_transferred(context: RoutingContext, move: KvMove) -> RoutingContext:
     """Give the context of a request whose leading blocks come from a prefill worker, to price the rest on decode workers."""
     cached, round_trip_s = context.overlap_blocks, context.prices.round_trip_s
     overlaps = np.where(move.decode_workers, np.maximum(cached, move.blocks), cached)
@@ -179,7 +181,7 @@ def decide(
     context: RoutingContext,
     tie: int,
     inputs: DisaggInputs,
-    prompt: Choice | None = None,
+    prompt: WorkerChoice | None = None,
 ) -> DisaggDecision:
     """Choose between one aggregated worker, and a prefill and a decode worker.
 

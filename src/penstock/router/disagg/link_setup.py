@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.core.types.instances import Instance, Role
 from penstock.router.disagg.disagg import DisaggDecision
-from penstock.router.fleet.worker_pool import WorkerPool
+from penstock.router.fleet.worker_pool import ModelPool
 from penstock.router.links.kv_transfer_pairs import KvTransferPairs, common_transports
 from penstock.router.policy.selector import WorkerSelector
 from penstock.seams import RoutingContext
@@ -46,7 +46,7 @@ class LinkSetup:
         self._settled: dict[int, NDArray[np.float64]] = {}  # by source, the set-ups of which nothing is left
         self._setups: dict[int, tuple[NDArray[np.intp], NDArray[np.float64] | None]] = {}  # by source
 
-    def setup_s(self, pool: WorkerPool, context: RoutingContext, source: int) -> NDArray[np.float64] | None:
+    def setup_s(self, pool: ModelPool, context: RoutingContext, source: int) -> NDArray[np.float64] | None:
         """Give what is charged for each link from a worker, in seconds; None where the policy predicts no seconds."""
         if not self._selector.term_names:
             return None

@@ -7,8 +7,8 @@ from penstock.router.config import RouterConfig
 from penstock.router.disagg.disagg import DisaggDecision, DisaggInputs
 from penstock.router.disagg.link_setup import LinkSetup
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.fleet.worker_pool import WorkerPool
-from penstock.router.policy.selector import Choice, WorkerSelector
+from penstock.router.fleet.worker_pool import ModelPool
+from penstock.router.policy.selector import WorkerChoice, WorkerSelector
 from penstock.seams import RoutingContext
 
 
@@ -24,12 +24,12 @@ class DisaggPricing:
 
     def inputs(
         self,
-        pool: WorkerPool,
+        pool: ModelPool,
         context: RoutingContext,
         *,
         prefill_mask: NDArray[np.bool_],
         prompt_turn: int,
-        prompt: Choice,
+        prompt: WorkerChoice,
         blocks: int,
     ) -> DisaggInputs:
         """Give the inputs of the decision about a request.
@@ -64,7 +64,7 @@ class DisaggPricing:
         self.link_setup.check(self._fleet.loads.num_slots)
 
     def _left(
-        self, context: RoutingContext, prompt: Choice, blocks: int, setup_s: NDArray[np.float64] | None
+        self, context: RoutingContext, prompt: WorkerChoice, blocks: int, setup_s: NDArray[np.float64] | None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
         """Give the seconds for a block to each worker, and for the link, beyond what passes during the prefill."""
         # All eligible workers have blocks of one size.

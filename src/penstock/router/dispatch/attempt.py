@@ -9,10 +9,10 @@ from penstock.core.errors import WorkerLost
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import TRANSFER_ID_BYTES, Delta, KvHandle, Prefetch, Request
-from penstock.router.candidates import Route
-from penstock.router.dispatch.journeys import Leg, Part
+from penstock.router.candidates import WorkerRoute
+from penstock.router.dispatch.journeys import Leg, LegPart
 from penstock.router.dispatch.progress import Progress
-from penstock.router.dispatch.shared import Shared
+from penstock.router.dispatch.shared import DispatcherState
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
 from penstock.router.workers.member import Condition, DeltaHandler
@@ -27,7 +27,7 @@ class RoutedRequest:
     def __init__(
         self,
         fleet: Fleet,
-        route: Route,
+        route: WorkerRoute,
         sent: Request | Prefetch,
         handler: DeltaHandler,
         *,
@@ -94,7 +94,9 @@ class DecodeSide:
     A `DeltaHandler` of its own. End it with `go_on` or `drop`.
     """
 
-    def __init__(self, shared: Shared, route: Route, prefill: Route, request: Request) -> None:
+    def __init__(
+        self, shared: DispatcherState, route: WorkerRoute, prefill: WorkerRoute, request: Request
+    ) -> None:
         """Send the prefetch: the decode worker reads KV while the prompt is computed.
 
         Args:
@@ -122,7 +124,7 @@ class DecodeSide:
         self._routed = RoutedRequest(fleet, route, prefetch, self, tenant=request.tenant, is_expected=True)
         self._is_open = True
 
-    def go_on(self, request: Request, handler: DeltaHandler, source: "Attempt") -> "Attempt":
+    def go_on(self, request: Request, handler: DeltaHandler, source: "WorkerAttempt") -> "WorkerAttempt":
         """Send the request itself after the prefill; `source` releases its KV once the decode worker has a token.
 
         Raises:
@@ -135,7 +137,7 @@ class DecodeSide:
             raise WorkerLost("the decode worker takes nothing new any more; another one is chosen")
         self._close("used")
         request = msgspec.structs.replace(request, transfer_id=self.transfer_id)
-        return Attempt(self._fleet, self.route, request, handler, source=source)
+        return WorkerAttempt(self._fleet, self.route, request, handler, source=source)
 
     def drop(self) -> None:
         """Tell the decode worker that no request follows. Safe twice."""
@@ -160,7 +162,7 @@ class DecodeSide:
         self._metrics.prefetches.labels(outcome).inc()
 
 
-class Attempt:
+class WorkerAttempt:
     """A request's connection and reservation on one worker. `release` it once.
 
     On a prefill worker `decode` is the decode worker that goes on. On a decode worker `source` is the prefill worker's attempt.
@@ -169,12 +171,12 @@ class Attempt:
     def __init__(
         self,
         fleet: Fleet,
-        route: Route,
+        route: WorkerRoute,
         request: Request,
         handler: DeltaHandler,
         *,
         decode: DecodeSide | None = None,
-        source: "Attempt | None" = None,
+        source: "WorkerAttempt | None" = None,
     ) -> None:
         """Send the request to the route's worker.
 
@@ -198,7 +200,7 @@ class Attempt:
         self._request_id: RequestId = request.request_id
         self._sent_tokens = request.num_emitted
         self._clock = asyncio.get_running_loop().time
-        part = Part.PREFILL if decode is not None else Part.WHOLE if source is None else Part.DECODE
+        part = LegPart.PREFILL if decode is not None else LegPart.WHOLE if source is None else LegPart.DECODE
         self.leg = Leg(self._member.instance.name, part, self._clock())
 
     @property
@@ -225,7 +227,7 @@ class Attempt:
         self._routed.prefill_done()
         self._let_source_go()
 
-    def prefilled(self, request: Request, handle: KvHandle | None, handler: DeltaHandler) -> "Attempt":
+    def prefilled(self, request: Request, handle: KvHandle | None, handler: DeltaHandler) -> "WorkerAttempt":
         """Go on at the decode worker with the first token. This attempt is over in any case.
 
         Raises:

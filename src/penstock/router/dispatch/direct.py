@@ -2,12 +2,12 @@
 
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Delta
-from penstock.router.dispatch.attempt import Attempt
+from penstock.router.dispatch.attempt import WorkerAttempt
 from penstock.router.dispatch.progress import Progress
 from penstock.seams import Connection, DirectSink, DirectStream, Hold, Interrupt
 
 
-class DirectWay:
+class DirectTokens:
     """Opens and closes one request's direct stream, and keeps its progress right. One event loop owns it."""
 
     def __init__(self, request_id: RequestId, interrupted: Interrupt) -> None:
@@ -19,7 +19,7 @@ class DirectWay:
         self._connection: Connection | None = None
         self._progress: Progress | None = None
 
-    def open(self, attempt: Attempt | None, progress: Progress) -> None:
+    def open(self, attempt: WorkerAttempt | None, progress: Progress) -> None:
         """Take the way if it is there: the reader has all tokens so far, and the attempt is beyond its early steps."""
         if self.sink is None or attempt is None or attempt.early_steps or self._connection is not None:
             return

@@ -20,12 +20,12 @@ from penstock.core.types.load import ModelLoad, PeerCount, TenantCount
 from penstock.core.types.requests import ExpandedPrompt, MediaPrompt, Request
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.journeys import Journey
-from penstock.router.dispatch.kv_actions import KvActed, KvActions
+from penstock.router.dispatch.kv_actions import FleetKvActions, KvActed
 from penstock.router.dispatch.open_request import OpenRequest
-from penstock.router.dispatch.shared import Shared
+from penstock.router.dispatch.shared import DispatcherState
 from penstock.router.dispatch.siblings import Siblings
-from penstock.router.dispatch.worker_changes import RoleChanged, StateChanged, WorkerChanges
-from penstock.router.explain.explanation import Explanation
+from penstock.router.dispatch.worker_changes import FleetChanges, StateChanged, WorkerRoleChanged
+from penstock.router.explain.explanation import RoutingExplanation
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
 from penstock.router.queue.fair_queue import retry_after_s
@@ -33,7 +33,7 @@ from penstock.router.queue.request_queue import RequestQueue
 from penstock.router.retries.retry_guard import RetryGuard
 from penstock.router.router import Router
 from penstock.router.summaries import Summaries
-from penstock.router.workers.member import WorkerView
+from penstock.router.workers.member import FleetWorkerView
 from penstock.router.workers.tenant_counts import TenantCounting
 from penstock.seams import Discovery, RequestPlane, RequestStream
 
@@ -64,7 +64,7 @@ class Dispatcher:
         config = config or RouterConfig()
         metrics = RouterMetrics(registry)
         fleet = Fleet(discovery, plane, config=config, metrics=metrics, rng=rng)
-        self._shared = Shared(
+        self._shared = DispatcherState(
             config=config,
             fleet=fleet,
             router=Router(fleet, config, metrics=metrics, rng=rng),
@@ -75,8 +75,8 @@ class Dispatcher:
         )
         self._summaries = Summaries(fleet, config.prefix_summary, hash_key=hash_key, rng=rng)
         self._shared.router.on_routed = self._summaries.note
-        self._worker_changes = WorkerChanges(fleet)
-        self._kv_actions = KvActions(fleet)
+        self._worker_changes = FleetChanges(fleet)
+        self._kv_actions = FleetKvActions(fleet)
         self._tenant_counting = TenantCounting()
         self._group = asyncio.TaskGroup()
         self._running: asyncio.Task[None] | None = None
@@ -183,15 +183,15 @@ class Dispatcher:
         """Tell other frontends what tenants have used here, and return what they have used there; see `TenantCounting`."""
         return await self._tenant_counting.count(counts, self._shared.fleet.slots.now())
 
-    def workers(self) -> Sequence[WorkerView]:
+    def workers(self) -> Sequence[FleetWorkerView]:
         """Describe every known worker; for people."""
         return self._shared.fleet.workers()
 
-    def explain(self, request_id: str) -> Sequence[Explanation]:
+    def explain(self, request_id: str) -> Sequence[RoutingExplanation]:
         """Explain the decisions about a request, oldest first; empty where they are not known."""
         return self._shared.router.decisions.of(request_id)
 
-    def latest_decisions(self, most: int) -> Sequence[Explanation]:
+    def latest_decisions(self, most: int) -> Sequence[RoutingExplanation]:
         """Explain the latest routing decisions, oldest first."""
         return self._shared.router.decisions.latest(most)
 
@@ -208,19 +208,19 @@ class Dispatcher:
         )
 
     async def act_on_kv(self, action: KvAction, worker: str | None) -> Sequence[KvActed]:
-        """Act on workers' KV caches; see `KvActions`."""
+        """Act on workers' KV caches; see `FleetKvActions`."""
         return await self._kv_actions.act(action, worker)
 
-    async def change_role(self, worker: str, role: Role) -> RoleChanged:
-        """Have a worker become one of another role; see `WorkerChanges`."""
+    async def change_role(self, worker: str, role: Role) -> WorkerRoleChanged:
+        """Have a worker become one of another role; see `FleetChanges`."""
         return await self._worker_changes.change_role(worker, role)
 
     async def sleep(self, worker: str, level: int) -> StateChanged:
-        """Have a worker drain and give up its memory; see `WorkerChanges`."""
+        """Have a worker drain and give up its memory; see `FleetChanges`."""
         return await self._worker_changes.sleep(worker, level)
 
     async def wake_up(self, worker: str) -> StateChanged:
-        """Have a worker that sleeps take requests again; see `WorkerChanges`."""
+        """Have a worker that sleeps take requests again; see `FleetChanges`."""
         return await self._worker_changes.wake_up(worker)
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ _KEPT_MAX = 256
 _LEGS_MAX = 16
 
 
-class Part(StrEnum):
+class LegPart(StrEnum):
     """Which phases of a request a worker serves."""
 
     WHOLE = "whole"
@@ -29,7 +29,7 @@ class Leg:
     """A request at one worker; times are of the event loop, None before it came to that."""
 
     worker: str
-    part: Part
+    part: LegPart
     sent_s: float
     first_token_s: float | None = None
     ended_s: float | None = None
@@ -49,7 +49,7 @@ class LegView(msgspec.Struct, frozen=True, kw_only=True):
     """A leg, in seconds after the request was opened; None: not yet."""
 
     worker: str
-    part: Part
+    part: LegPart
     sent_s: float
     first_token_s: float | None
     ended_s: float | None
@@ -81,7 +81,7 @@ class Journey(msgspec.Struct, frozen=True, kw_only=True):
     legs: tuple[LegView, ...]
 
 
-class Way:
+class JourneyLog:
     """Notes where one request goes. One task owns it."""
 
     __slots__ = ("_legs", "_opened_s", "_request")

@@ -8,7 +8,7 @@ from penstock.core.errors import PenstockError, RequestError, Unavailable
 from penstock.core.types.kv import KvAction, KvPinned, KvReport
 from penstock.router.dispatch.named_workers import connection_of, find_worker
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.workers.member import Member
+from penstock.router.workers.member import FleetMember
 
 _ANSWER_S_MAX = 10.0
 
@@ -28,7 +28,7 @@ class KvActed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     problem: str | None = None
 
 
-class KvActions:
+class FleetKvActions:
     """Asks one worker, or all at once. One event loop owns it."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -67,11 +67,11 @@ class KvActions:
         return acted
 
 
-def _acted(member: Member, report: KvReport) -> KvActed:
+def _acted(member: FleetMember, report: KvReport) -> KvActed:
     return KvActed(worker=member.instance.worker, blocks=report.blocks, pins=report.pins)
 
 
-async def _ask(member: Member, action: KvAction) -> KvReport:
+async def _ask(member: FleetMember, action: KvAction) -> KvReport:
     """Ask one worker.
 
     Raises:

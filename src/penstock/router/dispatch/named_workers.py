@@ -2,13 +2,13 @@
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.workers.member import Member
+from penstock.router.workers.member import FleetMember
 from penstock.seams import Connection
 
 _NAMED_MAX = 16
 
 
-def find_worker(fleet: Fleet, name: str) -> Member:
+def find_worker(fleet: Fleet, name: str) -> FleetMember:
     """Find the worker of this name; of several, as during a restart, the connected one. Any rank stands for its worker.
 
     Raises:
@@ -42,7 +42,7 @@ def find_worker(fleet: Fleet, name: str) -> Member:
     return found[0]
 
 
-def connection_of(member: Member) -> Connection:
+def connection_of(member: FleetMember) -> Connection:
     """Give the connection to a worker.
 
     Raises:

@@ -23,13 +23,13 @@ from penstock.core.errors import (
 )
 from penstock.core.types.requests import Delta, FinishReason, KvHandle, Request
 from penstock.core.wire import num_tokens
-from penstock.router.candidates import Route, ScoredCandidates
-from penstock.router.dispatch.attempt import Attempt, DecodeSide
-from penstock.router.dispatch.direct import DirectWay
-from penstock.router.dispatch.journeys import Journey, Way
+from penstock.router.candidates import ScoredCandidates, WorkerRoute
+from penstock.router.dispatch.attempt import DecodeSide, WorkerAttempt
+from penstock.router.dispatch.direct import DirectTokens
+from penstock.router.dispatch.journeys import Journey, JourneyLog
 from penstock.router.dispatch.progress import Progress, begun
-from penstock.router.dispatch.reader import Reader
-from penstock.router.dispatch.shared import Shared
+from penstock.router.dispatch.reader import DeltaReader
+from penstock.router.dispatch.shared import DispatcherState
 from penstock.router.dispatch.siblings import Siblings
 from penstock.router.queue.request_queue import Ticket
 from penstock.router.retries.retry_state import RetryState, is_move
@@ -47,7 +47,7 @@ class OpenRequest:
     after the deltas before it. One task reads it.
     """
 
-    def __init__(self, shared: Shared, request: Request, siblings: Siblings) -> None:
+    def __init__(self, shared: DispatcherState, request: Request, siblings: Siblings) -> None:
         self.request = request
         self.siblings = siblings.joined(self)
         self._shared = shared
@@ -56,19 +56,19 @@ class OpenRequest:
         self._deadline_at_s = None if request.deadline_s is None else self._opened_s + request.deadline_s
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._progress: Progress | None = None
-        self._attempt: Attempt | None = None
+        self._attempt: WorkerAttempt | None = None
         self._interruption: PenstockError | None = None  # why the last attempt ended early
         self._error: PenstockError | None = None
         self._finish_reason: FinishReason | None = None
-        self._reader = Reader()
-        self._direct = DirectWay(request.request_id, self._reader.interrupt)
+        self._reader = DeltaReader()
+        self._direct = DirectTokens(request.request_id, self._reader.interrupt)
         self.wake, self.stop = self._reader.wake, self._reader.stop
         self.kv_transfers = 0  # times its prompt was computed by a prefill worker
         self.waited_for_decode = False
         self._retry_state = RetryState(request, shared.retry_guard)
         self._has_waited = False
         self._decode_wait_s = 0.0  # how long it was queued while no decode worker had a batch slot
-        self._way = Way(request, self._opened_s)
+        self._way = JourneyLog(request, self._opened_s)
 
     async def __aenter__(self) -> Self:
         """Send the request to a worker; wait for one where its model has none.
@@ -308,7 +308,7 @@ class OpenRequest:
             return True
         return False
 
-    def _send(self, route: Route, decode: DecodeSide | None) -> None:
+    def _send(self, route: WorkerRoute, decode: DecodeSide | None) -> None:
         """Send the request, or its prompt alone where a decode worker goes on."""
         assert self._progress is not None, "a plan was made for it"
         known = self._shared.fleet.loads.peer_arrivals(route.slot)
@@ -321,7 +321,7 @@ class OpenRequest:
             transfer_id=b"" if decode is None else decode.transfer_id,
         )
         try:
-            self._attempt = Attempt(self._shared.fleet, route, request, self, decode=decode)
+            self._attempt = WorkerAttempt(self._shared.fleet, route, request, self, decode=decode)
         except PenstockError:
             if decode is not None:
                 decode.drop()
@@ -351,7 +351,7 @@ class OpenRequest:
                 raise self._error
             await self._reader.wait_until(math.inf)
 
-    def _on_early_tokens(self, attempt: Attempt, progress: Progress) -> None:
+    def _on_early_tokens(self, attempt: WorkerAttempt, progress: Progress) -> None:
         """Note one of the first steps with tokens on this worker."""
         attempt.on_step()
         if not attempt.early_steps:
@@ -367,7 +367,7 @@ class OpenRequest:
             self._shared.metrics.first_token_s.observe(ttft_s)
             self.waited_for_decode = attempt.is_at_decode_worker or 2 * self._decode_wait_s > ttft_s
 
-    def _on_error(self, error: PenstockError, attempt: Attempt) -> None:
+    def _on_error(self, error: PenstockError, attempt: WorkerAttempt) -> None:
         """Handle an error that the worker sent."""
         self._release()
         retry_state, worker_id = self._retry_state, attempt.route.worker_id
@@ -391,7 +391,7 @@ class OpenRequest:
         else:
             self._interrupt(error)
 
-    def _go_on_decoding(self, attempt: Attempt, progress: Progress, handle: KvHandle | None) -> None:
+    def _go_on_decoding(self, attempt: WorkerAttempt, progress: Progress, handle: KvHandle | None) -> None:
         """Go on at the decode worker with the first token of the prefill worker. Where the decode worker refuses, plan anew."""
         self.kv_transfers += 1
         self._attempt = None

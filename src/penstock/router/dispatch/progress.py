@@ -10,7 +10,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.types.instances import ModelCard
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, num_tokens, pack_hashes, unpack_hashes
-from penstock.router.fleet.worker_pool import WorkerPool
+from penstock.router.fleet.worker_pool import ModelPool
 from penstock.router.workers.member import identity
 
 _TARGET_SHARE_MIN = 0.1
@@ -178,7 +178,7 @@ class Progress:
         )
 
 
-def begun(request: Request, before: Progress | None, pool: WorkerPool, hash_key: bytes) -> Progress:
+def begun(request: Request, before: Progress | None, pool: ModelPool, hash_key: bytes) -> Progress:
     """Begin a request on the workers of a pool, also one that has waited, or run without a token, while the model's revision changed.
 
     Args:

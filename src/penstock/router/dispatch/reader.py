@@ -35,7 +35,7 @@ class ReadableRequests:
             request.pass_on()
 
 
-class Reader:
+class DeltaReader:
     """Passes deltas to a sink, or has the task fetch them. One event loop owns it."""
 
     def __init__(self) -> None:

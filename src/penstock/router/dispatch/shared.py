@@ -19,7 +19,7 @@ from penstock.router.router import Router
 from penstock.router.workers.member import Condition
 
 
-class Open(Protocol):
+class EndableRequest(Protocol):
     """An open request."""
 
     def fail(self, error: PenstockError) -> None: ...
@@ -27,7 +27,7 @@ class Open(Protocol):
 
 
 @dataclass(slots=True)
-class Shared:
+class DispatcherState:
     """One dispatcher's parts; `requests` are open. One event loop owns it."""
 
     config: RouterConfig
@@ -37,7 +37,7 @@ class Shared:
     retry_guard: RetryGuard
     metrics: RouterMetrics
     hash_key: bytes
-    requests: dict[RequestId, Open] = field(default_factory=dict)
+    requests: dict[RequestId, EndableRequest] = field(default_factory=dict)
     journeys: Journeys = field(default_factory=Journeys)
     readable: ReadableRequests = field(default_factory=ReadableRequests)
 

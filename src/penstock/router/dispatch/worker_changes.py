@@ -14,7 +14,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.instances import BecomeRole, InstanceState, Role, Sleep, WakeUp, WorkerChange
 from penstock.router.dispatch.named_workers import connection_of, find_worker
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.workers.member import Condition, Member
+from penstock.router.workers.member import Condition, FleetMember
 from penstock.seams import Connection
 
 _ANSWER_S_MAX = 600.0
@@ -22,7 +22,7 @@ _ANSWER_S_MAX = 600.0
 _HEARD_S_MAX = 10.0
 
 
-class RoleChanged(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerRoleChanged(msgspec.Struct, frozen=True, kw_only=True):
     """A role change; `took_s` lasts from the request until this router may use the worker in its new role."""
 
     worker: str
@@ -39,14 +39,14 @@ class StateChanged(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float
 
 
-class WorkerChanges:
+class FleetChanges:
     """Asks workers to change. One event loop owns it."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._to_prefill: set[WorkerId] = set()
 
-    async def change_role(self, name: str, role: Role) -> RoleChanged:
+    async def change_role(self, name: str, role: Role) -> WorkerRoleChanged:
         """Change a worker's role, and wait until this router may use it.
 
         Raises:
@@ -69,7 +69,7 @@ class WorkerChanges:
         finally:
             self._to_prefill.discard(member.instance.registration)
         await self._heard(member, InstanceState.READY, role, str(role))
-        return RoleChanged(worker=name, before=before, role=role, took_s=loop.time() - asked_s)
+        return WorkerRoleChanged(worker=name, before=before, role=role, took_s=loop.time() - asked_s)
 
     async def sleep(self, name: str, level: int) -> StateChanged:
         """Have a worker drain and give up its memory.
@@ -97,7 +97,7 @@ class WorkerChanges:
         await self._heard(member, state, member.instance.role, state)
         return StateChanged(worker=name, state=state, took_s=loop.time() - asked_s)
 
-    def _others_that_answer(self, member: Member) -> list[Member]:
+    def _others_that_answer(self, member: FleetMember) -> list[FleetMember]:
         """Find the other workers of the model that answer requests and are not becoming prefill workers."""
         return [
             other
@@ -109,7 +109,7 @@ class WorkerChanges:
             and other.instance.registration not in self._to_prefill
         ]
 
-    async def _heard(self, member: Member, state: InstanceState, role: Role, what: str) -> None:
+    async def _heard(self, member: FleetMember, state: InstanceState, role: Role, what: str) -> None:
         """Wait until discovery reports the new state and role."""
         changed = asyncio.Event()
         try:
@@ -125,7 +125,7 @@ class WorkerChanges:
             ) from error
 
 
-async def _ask(member: Member, connection: Connection, change: WorkerChange, what: str) -> None:
+async def _ask(member: FleetMember, connection: Connection, change: WorkerChange, what: str) -> None:
     """Ask a worker for a change.
 
     Raises:
@@ -142,7 +142,7 @@ async def _ask(member: Member, connection: Connection, change: WorkerChange, wha
         ) from error
 
 
-def _check_not_last(member: Member, others: Sequence[Member]) -> None:
+def _check_not_last(member: FleetMember, others: Sequence[FleetMember]) -> None:
     """Refuse to change the last worker that answers for a model or an adapter.
 
     Raises:
@@ -160,7 +160,7 @@ def _check_not_last(member: Member, others: Sequence[Member]) -> None:
         )
 
 
-def _check_context(member: Member, others: Sequence[Member]) -> None:
+def _check_context(member: FleetMember, others: Sequence[FleetMember]) -> None:
     """Refuse to let a prefill worker answer whose context is shorter than others'.
 
     Raises:

@@ -14,14 +14,20 @@ from penstock.core.types.events import Tier
 from penstock.core.types.instances import Role
 from penstock.router.config import ExplainConfig
 from penstock.router.disagg.disagg import Comparison
-from penstock.router.explain.explanation import Candidate, Explanation, LeftOut, Prefill, RouteReason
+from penstock.router.explain.explanation import (
+    Candidate,
+    LeftOut,
+    PrefillExplanation,
+    RouteReason,
+    RoutingExplanation,
+)
 from penstock.router.policy.selector import WorkerSelector
-from penstock.router.workers.member import CONDITIONS, Condition, Member
+from penstock.router.workers.member import CONDITIONS, Condition, FleetMember
 
 _OBJECT_BYTES = 1024  # of one decision beside its arrays' content
 
 
-class Part(msgspec.Struct, frozen=True, eq=False):
+class ChoiceInputs(msgspec.Struct, frozen=True, eq=False):
     """The choice of one worker and its inputs, as columns by slot."""
 
     slot: int
@@ -36,7 +42,7 @@ class Part(msgspec.Struct, frozen=True, eq=False):
         arrays = self.overlap_blocks.nbytes + self.tier_blocks.nbytes + self.terms.nbytes
         return arrays + self.eligible.nbytes
 
-    def kept(self) -> "Part":
+    def kept(self) -> "ChoiceInputs":
         """Copy what changes with the fleet."""
         return msgspec.structs.replace(self, eligible=self.eligible.copy())
 
@@ -54,7 +60,7 @@ class Part(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclass(slots=True, eq=False)
-class Decision:
+class RoutingDecision:
     """The inputs of a plan, as columns by slot; immutable.
 
     decode:     the choice of the worker that answers
@@ -73,11 +79,11 @@ class Decision:
     request_blocks: int
     block_size: int
     decided_s: float
-    decode: Part
-    prompt: Part | None
+    decode: ChoiceInputs
+    prompt: ChoiceInputs | None
     answering: NDArray[np.bool_]
     conditions: NDArray[np.uint8]
-    slots: tuple[Member | None, ...]
+    slots: tuple[FleetMember | None, ...]
     excluded: Collection[WorkerId]
     comparison: Comparison | None
     num_bytes: int = field(init=False)
@@ -88,11 +94,11 @@ class Decision:
             _OBJECT_BYTES + self.decode.num_bytes + prompt + self.answering.nbytes + self.conditions.nbytes
         )
 
-    def explain(self, now_s: float, candidates_max: int) -> Explanation:
+    def explain(self, now_s: float, candidates_max: int) -> RoutingExplanation:
         """Explain it, with at most `candidates_max` of the candidates and of the workers left out."""
         part, left_out = self.decode, self._left_out()
         shown, next_slot = part.shown(candidates_max)
-        return Explanation(
+        return RoutingExplanation(
             request_id=self.request_id,
             model=self.model,
             adapter=self.adapter,
@@ -112,7 +118,7 @@ class Decision:
             prefill=self._prefill(candidates_max),
         )
 
-    def _prefill(self, candidates_max: int) -> Prefill | None:
+    def _prefill(self, candidates_max: int) -> PrefillExplanation | None:
         compared, scale = self.comparison, self.selector.scale
         if compared is None:
             return None
@@ -120,7 +126,7 @@ class Decision:
         def scaled(cost: float | None) -> float | None:
             return None if cost is None or not np.isfinite(cost) else cost * scale
 
-        explained = Prefill(
+        explained = PrefillExplanation(
             remote=compared.is_remote,
             local=scaled(compared.local),
             prefill=scaled(compared.prefill),
@@ -145,7 +151,7 @@ class Decision:
             candidates=tuple(self._candidate(part, slot) for slot in shown),
         )
 
-    def _candidate(self, part: Part, slot: int) -> Candidate:
+    def _candidate(self, part: ChoiceInputs, slot: int) -> Candidate:
         scale = self.selector.scale
         terms = (part.terms[:, slot] * scale).tolist()
         cost = float(part.terms[:, slot].sum()) * scale
@@ -174,7 +180,7 @@ class Decision:
             left_out.append(LeftOut(worker=member.instance.name, why=why))
         return left_out
 
-    def _why_not(self, slot: int, member: Member) -> str:
+    def _why_not(self, slot: int, member: FleetMember) -> str:
         """Say why a worker that was ready could not get the request."""
         if member.instance.role is Role.PREFILL and self.prompt is None:
             return "other_role"
@@ -196,8 +202,8 @@ class Decisions:
 
     def __init__(self, config: ExplainConfig) -> None:
         self._config = config
-        self._kept: deque[Decision] = deque()
-        self._by_id: dict[str, list[Decision]] = {}  # under the request's id and under its answer's
+        self._kept: deque[RoutingDecision] = deque()
+        self._by_id: dict[str, list[RoutingDecision]] = {}  # under the request's id and under its answer's
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -208,7 +214,7 @@ class Decisions:
         """Whether any decision is kept."""
         return self._config.decisions_max > 0
 
-    def keep(self, decision: Decision) -> None:
+    def keep(self, decision: RoutingDecision) -> None:
         """Keep a decision; the oldest are dropped past the bounds."""
         kept, config = self._kept, self._config
         kept.append(decision)
@@ -222,11 +228,11 @@ class Decisions:
         while len(kept) > 1 and (len(kept) > config.decisions_max or self._num_bytes > config.bytes_max):
             self._forget(kept.popleft())
 
-    def of(self, request_id: str) -> tuple[Explanation, ...]:
+    def of(self, request_id: str) -> tuple[RoutingExplanation, ...]:
         """Explain the decisions about a request, oldest first; an answer's id stands for all its choices."""
         return self._explained(list(self._by_id.get(request_id, ())))
 
-    def latest(self, most: int) -> tuple[Explanation, ...]:
+    def latest(self, most: int) -> tuple[RoutingExplanation, ...]:
         """Explain the latest decisions, oldest first."""
         return self._explained(list(self._kept)[-most:])
 
@@ -243,7 +249,7 @@ class Decisions:
             f"{self._num_bytes} bytes of decisions: past the bound"
         )
 
-    def _forget(self, oldest: Decision) -> None:
+    def _forget(self, oldest: RoutingDecision) -> None:
         self._num_bytes -= oldest.num_bytes
         for key in _keys(oldest.request_id):
             found = self._by_id[key]
@@ -251,7 +257,7 @@ class Decisions:
             if not found:
                 del self._by_id[key]
 
-    def _explained(self, decisions: list[Decision]) -> tuple[Explanation, ...]:
+    def _explained(self, decisions: list[RoutingDecision]) -> tuple[RoutingExplanation, ...]:
         now_s, most = asyncio.get_running_loop().time(), self._config.candidates_max
         return tuple(decision.explain(now_s, most) for decision in decisions)
 

@@ -45,7 +45,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Prefill(msgspec.Struct, frozen=True, kw_only=True):
+class PrefillExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """Where the prompt is computed: `remote` by the prefill worker `worker`, else by the worker that answers.
 
     local, local_worker: cost of the whole request on one worker, and that worker
@@ -53,7 +53,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True):
     decode, decode_worker: cost of the rest on a decode worker, KV transfer included, with its fixed part `kv_transfer`
     link_setup: charge beside these for a link that was never used
     setting: the field of `router.disagg` that decided against these sums; None where the sums decided
-    next_worker, reason, candidates, num_candidates: of the prefill worker, as an `Explanation` has them of the decode worker
+    next_worker, reason, candidates, num_candidates: of the prefill worker, as an `RoutingExplanation` has them of the decode worker
 
     Costs are None where the policy's costs are no times, or where nothing was compared.
     """
@@ -75,7 +75,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...] = ()
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+class RoutingExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """One decision: `worker` answers.
 
     candidates: the chosen worker, the cheapest others, and the worker that holds most of the prefix; `num_candidates` in all
@@ -101,7 +101,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     num_left_out: int
     left_out: tuple[LeftOut, ...]
-    prefill: Prefill | None = None
+    prefill: PrefillExplanation | None = None
 
     @property
     def chosen(self) -> Candidate:

@@ -11,14 +11,14 @@ import numpy as np
 
 from penstock.router.config import DisaggConfig
 from penstock.router.disagg.disagg import DisaggInputs
-from penstock.router.links.kv_transfer_pairs import Kinds
+from penstock.router.links.kv_transfer_pairs import KvKinds
 from penstock.router.policy.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
 from penstock.seams import PriceColumns, RoutingContext
 
 EVENT = "request_routed"
 """Event name of the log line."""
-_Nested = PriceColumns | Kinds
-_NESTED: dict[str, type[_Nested]] = {"prices": PriceColumns, "kinds": Kinds}
+_Nested = PriceColumns | KvKinds
+_NESTED: dict[str, type[_Nested]] = {"prices": PriceColumns, "kinds": KvKinds}
 _Recorded = RoutingContext | DisaggInputs | _Nested
 
 

@@ -15,7 +15,7 @@ from penstock.router.policy.selector import WorkerSelector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class ReplayedDecision:
     """A decision made again.
 
     worker, again: the logged and the new choice; `prefill/decode` where two workers were chosen
@@ -36,7 +36,7 @@ class Replayed:
 
 
 @dataclass(slots=True)
-class Replay:
+class RoutingReplay:
     """Makes decisions again, in the order of their log, with one policy object for each process that logged.
 
     A `seams.HistoryPolicy` is told the logged choices, so it repeats itself if the log has its decisions from the start.
@@ -48,7 +48,7 @@ class Replay:
     """Lines without a decision: `event` of another kind, and `text` that is no JSON."""
     _selectors: dict[tuple[str, str], WorkerSelector] = field(default_factory=dict)
 
-    def run(self, lines: Iterable[str]) -> Iterator[Replayed]:
+    def run(self, lines: Iterable[str]) -> Iterator[ReplayedDecision]:
         """Make the decisions of these lines again.
 
         Raises:
@@ -83,7 +83,7 @@ class Replay:
             return None
         return str(data.get("process", "")), data
 
-    def _again(self, process: str, recorded: RecordedDecision) -> Replayed:
+    def _again(self, process: str, recorded: RecordedDecision) -> ReplayedDecision:
         context = recorded_context(recorded.context)
         name = self.policy or recorded.policy
         selector = self._selectors.get((process, name))
@@ -107,7 +107,7 @@ class Replay:
                 selector.chosen(decision.prompt_context, then[1])
                 context = decision.rest_context or context
             selector.chosen(context, then[0])
-        return Replayed(
+        return ReplayedDecision(
             request_id=recorded.request_id,
             policy=name,
             worker=_named(recorded, *then),

@@ -7,14 +7,16 @@ from collections.abc import Iterable
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.instances import CardFile, ModelCard
-from penstock.router.workers.member import Member
+from penstock.router.workers.member import FleetMember
 
 FETCH_TIMEOUT_S = 30.0
 
 _log = get_logger()
 
 
-async def fetch_file(card: ModelCard, file: CardFile, members: Iterable[Member], rng: random.Random) -> bytes:
+async def fetch_file(
+    card: ModelCard, file: CardFile, members: Iterable[FleetMember], rng: random.Random
+) -> bytes:
     """Fetch a card's file from any member that has it.
 
     Args:

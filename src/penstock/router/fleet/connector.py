@@ -23,7 +23,7 @@ from penstock.router.index.indexer import Indexer
 from penstock.router.metrics import RouterMetrics
 from penstock.router.workers.event_feeds import EventFeeds
 from penstock.router.workers.loads import LoadTracker
-from penstock.router.workers.member import Condition, Member
+from penstock.router.workers.member import Condition, FleetMember
 from penstock.seams import Connection, RequestPlaneClient
 
 _log = get_logger()
@@ -43,10 +43,10 @@ class Connector:
         config: RouterConfig,
         metrics: RouterMetrics,
         rng: random.Random,
-        on_change: Callable[[Member], None],
-        on_round_trip: Callable[[Member], None],
-        on_arrivals: Callable[[Member, int], None],
-        on_kv_reads: Callable[[Member, Sequence[KvRead]], None],
+        on_change: Callable[[FleetMember], None],
+        on_round_trip: Callable[[FleetMember], None],
+        on_arrivals: Callable[[FleetMember, int], None],
+        on_kv_reads: Callable[[FleetMember, Sequence[KvRead]], None],
     ) -> None:
         """Connect to no worker yet; `keep_connected` does.
 
@@ -82,7 +82,7 @@ class Connector:
         """The loop that owns it, asked for once: asking takes a system call, half a microsecond."""
         return asyncio.get_running_loop()
 
-    async def keep_connected(self, member: Member) -> None:
+    async def keep_connected(self, member: FleetMember) -> None:
         """Connect, and reconnect whenever the connection is lost, as long as the worker is listed."""
         loop = self._loop
         shortest_s, longest_s = self._config.reconnect_s_max / 100, self._config.reconnect_s_max
@@ -110,7 +110,7 @@ class Connector:
                 await self._wait_closing(member, pause_s * self._rng.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, longest_s)
 
-    def submit(self, member: Member, request: Request | Prefetch) -> Connection:
+    def submit(self, member: FleetMember, request: Request | Prefetch) -> Connection:
         """Send a request or a prefetch over the member's connection.
 
         Raises:
@@ -129,7 +129,7 @@ class Connector:
             raise
         return connection
 
-    async def _hold(self, member: Member, connection: Connection, sink: "MemberSink") -> None:
+    async def _hold(self, member: FleetMember, connection: Connection, sink: "MemberSink") -> None:
         """Use a connection until it is lost or no longer needed."""
         try:
             if not sink.ended:
@@ -141,14 +141,14 @@ class Connector:
             self._detach(member, closed)
             await connection.close()
 
-    async def _wait_closing(self, member: Member, timeout_s: float) -> None:
+    async def _wait_closing(self, member: FleetMember, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await member.closing.wait()
         except TimeoutError:
             pass
 
-    def _on_connected(self, member: Member, connection: Connection, sink: "MemberSink") -> None:
+    def _on_connected(self, member: FleetMember, connection: Connection, sink: "MemberSink") -> None:
         member.connection = connection
         member.problem = None
         member.connections += 1
@@ -167,7 +167,7 @@ class Connector:
                 fix="its block size or salt differs from the model's other workers; it waits until they are gone",
             )
 
-    def _on_unreachable(self, member: Member, error: Exception, *, was_lost: bool) -> None:
+    def _on_unreachable(self, member: FleetMember, error: Exception, *, was_lost: bool) -> None:
         problem = (
             error
             if isinstance(error, PenstockError)
@@ -185,7 +185,7 @@ class Connector:
         if is_first:
             self._on_change(member)
 
-    def _on_lost(self, member: Member, error: WorkerLost) -> None:
+    def _on_lost(self, member: FleetMember, error: WorkerLost) -> None:
         if member.connection is None:
             return
         self._metrics.connections_lost.inc()
@@ -196,7 +196,7 @@ class Connector:
         self._detach(member, error)
         member.closing.set()
 
-    def _on_load(self, member: Member, load: WorkerLoad) -> None:
+    def _on_load(self, member: FleetMember, load: WorkerLoad) -> None:
         arrivals = self._loads.report(member.slot, load)
         if arrivals:
             self._on_arrivals(member, arrivals)
@@ -212,7 +212,7 @@ class Connector:
             self._on_round_trip(member)
         self.holders.note_tiers(member, load.kv_tiers)
 
-    def _detach(self, member: Member, error: WorkerLost) -> None:
+    def _detach(self, member: FleetMember, error: WorkerLost) -> None:
         """Forget the member's blocks and loads, and end the requests on its connection."""
         if member.connection is None:
             return
@@ -242,7 +242,7 @@ def _failure(problem: PenstockError) -> str:
 class MemberSink:
     """A `seams.WorkerSink` of one connection; it ignores everything once the connection is given up."""
 
-    def __init__(self, connector: Connector, member: Member) -> None:
+    def __init__(self, connector: Connector, member: FleetMember) -> None:
         self.ended = False
         self.feeds: EventFeeds | None = None
         self._connector = connector

@@ -31,14 +31,14 @@ from penstock.router.fleet.connector import Connector
 from penstock.router.fleet.media import expand_media
 from penstock.router.fleet.ranks import Ranks
 from penstock.router.fleet.slots import WorkerSlots
-from penstock.router.fleet.worker_pool import WorkerPool
+from penstock.router.fleet.worker_pool import ModelPool
 from penstock.router.index.indexer import Indexer
 from penstock.router.index.radix import PrefixMatch
 from penstock.router.links.distances import path_to
 from penstock.router.links.link_bandwidths import LinkBandwidths
 from penstock.router.metrics import RouterMetrics
 from penstock.router.workers.loads import LoadTracker
-from penstock.router.workers.member import Condition, DeltaHandler, Member, WorkerView
+from penstock.router.workers.member import Condition, DeltaHandler, FleetMember, FleetWorkerView
 from penstock.seams import Connection, Discovery, RequestPlaneClient
 
 _READY = frozenset({Condition.READY, Condition.PREFILL_ONLY})
@@ -76,7 +76,7 @@ class Fleet:
         self.link_bandwidths = LinkBandwidths(config, self.loads.num_slots)
         self.slot_followers: list[SlotFollower] = []
         """Told of slots, and of KV that was read."""
-        self.pools: dict[str, WorkerPool] = {}
+        self.pools: dict[str, ModelPool] = {}
         """Pools by model; every pool has a worker."""
         self.slots = WorkerSlots()
         self._connector = Connector(
@@ -97,7 +97,7 @@ class Fleet:
         self._config = config
         self._metrics = metrics
         self._rng = rng
-        self._members: dict[WorkerId, Member] = {}
+        self._members: dict[WorkerId, FleetMember] = {}
         self.ranks = Ranks()
         self.changes = ChangeNotifier()
         """Told of every change of a worker."""
@@ -161,7 +161,7 @@ class Fleet:
         member = self._members.get(worker_id)
         return None if member is None else member.slot
 
-    def match(self, pool: WorkerPool, hashes: HashArray) -> PrefixMatch:
+    def match(self, pool: ModelPool, hashes: HashArray) -> PrefixMatch:
         """Give what each worker holds of a prefix; for other regions what they tell of it, or was sent there lately.
 
         Args:
@@ -209,7 +209,7 @@ class Fleet:
         """Have a worker of the model expand the media of a prompt; see `media.py`."""
         return await expand_media(card, prompt, self._members.values())
 
-    def workers(self) -> list[WorkerView]:
+    def workers(self) -> list[FleetWorkerView]:
         """Describe every worker, by slot."""
         return [self._view(member) for member in self.slots.now() if member is not None]
 
@@ -273,13 +273,13 @@ class Fleet:
                 self._leave_pool(member, model)
         self._settle(member)
 
-    def _admit(self, instance: Instance) -> Member | None:
+    def _admit(self, instance: Instance) -> FleetMember | None:
         """Give a new worker a slot and connect to it; None past `workers_max`."""
         if len(self._members) >= self._config.workers_max:
             self._left_out[instance.worker_id] = instance
             _log.warning("worker_left_out", worker=instance.name, workers_max=self._config.workers_max)
             return None
-        member = Member(instance, self._take_slot())
+        member = FleetMember(instance, self._take_slot())
         self._members[instance.worker_id] = member
         self.slots.put(member)
         assert self._group is not None, "run() is under way"
@@ -306,7 +306,7 @@ class Fleet:
         self.slots.put_shared(slot)
         return slot
 
-    async def _keep(self, member: Member) -> None:
+    async def _keep(self, member: FleetMember) -> None:
         await self._connector.keep_connected(member)
         self._forget(member)
 
@@ -320,11 +320,11 @@ class Fleet:
         self._settle(member)
         self._close_if_idle(member)
 
-    def _close_if_idle(self, member: Member) -> None:
+    def _close_if_idle(self, member: FleetMember) -> None:
         if not member.listed and not member.requests:
             member.closing.set()
 
-    def _forget(self, member: Member) -> None:
+    def _forget(self, member: FleetMember) -> None:
         del self._members[member.worker_id]
         self._indexer.leave(member.slot)
         self.loads.reset(member.slot)
@@ -339,12 +339,12 @@ class Fleet:
 
     # -- what may be done with each
 
-    def _settle(self, member: Member) -> None:
+    def _settle(self, member: FleetMember) -> None:
         """Take what discovery says about a worker."""
         model = member.instance.card.name
         pool = self.pools.get(model)
         if pool is None:
-            pool = self.pools[model] = WorkerPool(member, self.loads.num_slots, self._config.adapters_max)
+            pool = self.pools[model] = ModelPool(member, self.loads.num_slots, self._config.adapters_max)
         engine = member.instance.engine
         self._indexer.expect(member.slot, engine.total_blocks + engine.lower_tier_blocks)
         self.link_bandwidths.put(member.slot, Location.of(member.instance))
@@ -352,7 +352,7 @@ class Fleet:
             self._note(changed)
         self._tell_soon()
 
-    def _leave_pool(self, member: Member, model: str) -> None:
+    def _leave_pool(self, member: FleetMember, model: str) -> None:
         pool = self.pools[model]
         for changed in pool.remove(member):
             self._note(changed)
@@ -360,7 +360,7 @@ class Fleet:
             del self.pools[model]
         self._tell_soon()
 
-    def _note(self, member: Member) -> None:
+    def _note(self, member: FleetMember) -> None:
         """Note whether a worker may get requests."""
         condition = member.condition
         pool = self.pools[member.instance.card.name]
@@ -369,12 +369,12 @@ class Fleet:
             self._recount(member, condition)
             self._tell_soon()
 
-    def _note_connection(self, member: Member) -> None:
+    def _note_connection(self, member: FleetMember) -> None:
         """Note that a worker was connected or lost, or could not be reached."""
         self._note(member)
         self._tell_soon()
 
-    def _note_round_trip(self, member: Member) -> None:
+    def _note_round_trip(self, member: FleetMember) -> None:
         """Price the way to another region as its link has measured it."""
         path = path_to(member.instance, self._config, member.round_trip_s)
         self.pools[member.instance.card.name].prices.move(member.slot, path)
@@ -389,12 +389,12 @@ class Fleet:
                 for changed in pool.choose_canonical_if_unanswered(now_s, self._config.no_worker_wait_s):
                     self._note(changed)
 
-    def _note_arrivals(self, member: Member, requests: int) -> None:
+    def _note_arrivals(self, member: FleetMember, requests: int) -> None:
         """Count requests that other routers have sent."""
         now_s = asyncio.get_running_loop().time()
         self.pools[member.instance.card.name].traffic.arrived(now_s, requests)
 
-    def _note_kv_reads(self, member: Member, reads: Sequence[KvRead]) -> None:
+    def _note_kv_reads(self, member: FleetMember, reads: Sequence[KvRead]) -> None:
         """Take what a worker has read of others' KV."""
         now_s = asyncio.get_running_loop().time()
         for read in reads:
@@ -404,7 +404,7 @@ class Fleet:
                 for follower in self.slot_followers:
                     follower.moved(source, member.slot)
 
-    def _recount(self, member: Member, condition: Condition | None) -> None:
+    def _recount(self, member: FleetMember, condition: Condition | None) -> None:
         for changed, by in ((member.noted, -1), (condition, +1)):
             if changed is not None:
                 self._counts[changed] += by
@@ -418,7 +418,7 @@ class Fleet:
         self._models = None
         self.changes.tell_soon()
 
-    def _view(self, member: Member) -> WorkerView:
+    def _view(self, member: FleetMember) -> FleetWorkerView:
         slot, pool = member.slot, self.pools[member.instance.card.name]
         return member.view(
             self.loads.load(slot),

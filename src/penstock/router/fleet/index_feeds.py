@@ -9,7 +9,7 @@ from penstock.core.types.events import EventSnapshot, Holder, KvEvent
 from penstock.router.index.indexer import Indexer
 from penstock.router.metrics import RouterMetrics
 from penstock.router.workers.event_feeds import EventFeeds
-from penstock.router.workers.member import Member
+from penstock.router.workers.member import FleetMember
 from penstock.runtime.events.subscriber import EventSubscriber
 
 _log = get_logger()
@@ -25,7 +25,7 @@ class IndexFeeds:
         self._rng = rng
 
     def follow(
-        self, member: Member, feeds: EventFeeds, slot: int, holder: Holder = Holder.WORKER
+        self, member: FleetMember, feeds: EventFeeds, slot: int, holder: Holder = Holder.WORKER
     ) -> EventSubscriber:
         """Keep a slot of the index equal to what a holder keeps, as a member tells of it.
 

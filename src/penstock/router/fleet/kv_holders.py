@@ -14,7 +14,7 @@ from penstock.core.types.load import KvTierCounts
 from penstock.router.fleet.index_feeds import IndexFeeds
 from penstock.router.index.indexer import Indexer
 from penstock.router.workers.event_feeds import EventFeeds
-from penstock.router.workers.member import Member
+from penstock.router.workers.member import FleetMember
 
 _Key = tuple[Holder, str]
 
@@ -30,9 +30,9 @@ class _Shared:
 
     key: _Key
     slot: int
-    loaders: dict[Member, EventFeeds] = field(default_factory=dict)
-    off: set[Member] = field(default_factory=set)
-    teller: Member | None = None
+    loaders: dict[FleetMember, EventFeeds] = field(default_factory=dict)
+    off: set[FleetMember] = field(default_factory=set)
+    teller: FleetMember | None = None
 
 
 class KvHolders:
@@ -68,7 +68,7 @@ class KvHolders:
         """Say whether a slot is a holder's."""
         return any(shared.slot == slot for shared in self._shared.values())
 
-    def connected(self, member: Member, feeds: EventFeeds) -> None:
+    def connected(self, member: FleetMember, feeds: EventFeeds) -> None:
         """Count what a member loads from for it, and follow what nobody tells yet."""
         for holder in _distinct(member.instance.engine.kv_holders):
             key = holder.kind, holder.id
@@ -81,7 +81,7 @@ class KvHolders:
                 self._choose_teller(shared)
         self._share(member)
 
-    def lost(self, member: Member) -> None:
+    def lost(self, member: FleetMember) -> None:
         """Count nothing more for a member; what it told another one tells."""
         left = self._of(member)
         for shared in left:
@@ -97,7 +97,7 @@ class KvHolders:
                 self._indexer.leave(shared.slot)
                 self._free_slot(shared.slot)
 
-    def note_tiers(self, member: Member, tiers: Sequence[KvTierCounts]) -> None:
+    def note_tiers(self, member: FleetMember, tiers: Sequence[KvTierCounts]) -> None:
         """Take from a member's report which of its tiers are off."""
         is_off = {
             SHARED_HOLDER[counts.tier]: counts.is_off for counts in tiers if counts.tier in SHARED_HOLDER
@@ -120,12 +120,12 @@ class KvHolders:
             assert shared.teller in shared.loaders, f"{key}: told by nobody who loads from it"
             assert shared.off <= shared.loaders.keys(), f"{key}: off for somebody who does not load from it"
 
-    def _of(self, member: Member) -> list[_Shared]:
+    def _of(self, member: FleetMember) -> list[_Shared]:
         keys = {(holder.kind, holder.id) for holder in member.instance.engine.kv_holders}
         found = [self._shared[key] for key in sorted(keys) if key in self._shared]
         return [shared for shared in found if member in shared.loaders]
 
-    def _share(self, member: Member) -> None:
+    def _share(self, member: FleetMember) -> None:
         """Have the index count for a member what its holders hold."""
         slots = [shared.slot for shared in self._of(member) if member not in shared.off]
         self._indexer.tree.share(member.slot, slots)

@@ -8,7 +8,7 @@ from penstock.core.errors import Overloaded, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.instances import ModelCard
 from penstock.core.types.requests import ExpandedPrompt, MediaPrompt
-from penstock.router.workers.member import Condition, Member
+from penstock.router.workers.member import Condition, FleetMember
 
 EXPAND_TIMEOUT_S = 60.0
 WORKERS_MAX = 3
@@ -18,7 +18,9 @@ _READY = (Condition.READY, Condition.PREFILL_ONLY)
 _log = get_logger()
 
 
-async def expand_media(card: ModelCard, prompt: MediaPrompt, members: Iterable[Member]) -> ExpandedPrompt:
+async def expand_media(
+    card: ModelCard, prompt: MediaPrompt, members: Iterable[FleetMember]
+) -> ExpandedPrompt:
     """Have a worker's engine expand the media of a prompt.
 
     The same media go to the same worker, as long as it is there, since engines keep what they have decoded.
@@ -53,7 +55,7 @@ async def expand_media(card: ModelCard, prompt: MediaPrompt, members: Iterable[M
     ) from problem
 
 
-def _weight(prompt: MediaPrompt, member: Member) -> bytes:
+def _weight(prompt: MediaPrompt, member: FleetMember) -> bytes:
     """Order workers by a hash of worker and first item: a worker that leaves moves only its own items."""
     name = member.worker_id.to_bytes(8, "little", signed=False)
     return hashlib.blake2b(prompt.items[0].digest, key=name, digest_size=8).digest()

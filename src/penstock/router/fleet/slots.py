@@ -5,7 +5,7 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.router.workers.member import CONDITIONS, Condition, Member
+from penstock.router.workers.member import CONDITIONS, Condition, FleetMember
 
 
 class WorkerSlots:
@@ -16,10 +16,10 @@ class WorkerSlots:
     """
 
     def __init__(self) -> None:
-        self._members: list[Member | None] = []
+        self._members: list[FleetMember | None] = []
         self._free: list[int] = []  # heap
         self._shared: set[int] = set()  # taken for what workers share
-        self._now: tuple[Member | None, ...] | None = None
+        self._now: tuple[FleetMember | None, ...] | None = None
         self._conditions_now: NDArray[np.uint8] | None = None
         self._ids = np.zeros(0, dtype=np.int64)
         self._conditions = np.zeros(0, dtype=np.uint8)
@@ -49,35 +49,35 @@ class WorkerSlots:
         self.worker_ids, self.conditions = self._ids.view(), self._conditions.view()
         self.worker_ids.flags.writeable = self.conditions.flags.writeable = False
 
-    def put(self, member: Member) -> None:
+    def put(self, member: FleetMember) -> None:
         """Put a member into its slot."""
         self._members[member.slot] = member
         self._ids[member.slot] = member.worker_id
         self._now = None
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: FleetMember) -> None:
         """Free a member's slot."""
         self._members[member.slot] = None
         self._ids[member.slot] = 0
         heappush(self._free, member.slot)
         self._now = None
 
-    def note(self, member: Member, condition: Condition | None) -> None:
+    def note(self, member: FleetMember, condition: Condition | None) -> None:
         """Write a member's condition into its column."""
         self._conditions[member.slot] = CONDITIONS.index(condition)
         self._conditions_now = None
 
-    def at(self, slot: int) -> Member:
+    def at(self, slot: int) -> FleetMember:
         """Give the member in a slot that is taken."""
         member = self._members[slot]
         assert member is not None, f"slot {slot} is free"
         return member
 
-    def get(self, slot: int) -> Member | None:
+    def get(self, slot: int) -> FleetMember | None:
         """Give the member in a slot, None where it is free."""
         return self._members[slot]
 
-    def now(self) -> tuple[Member | None, ...]:
+    def now(self) -> tuple[FleetMember | None, ...]:
         """Give the members by slot as of now; the tuple does not change."""
         if self._now is None:
             self._now = tuple(self._members)

@@ -20,7 +20,7 @@ from penstock.perf.topology import NetworkPath
 from penstock.router.fleet.adapters import Adapters
 from penstock.router.links.kv_transfer_pairs import KvTransferPairs
 from penstock.router.workers.loads import LoadTracker
-from penstock.router.workers.member import Member, identity
+from penstock.router.workers.member import FleetMember, identity
 from penstock.router.workers.price_table import PriceTable
 from penstock.router.workers.traffic import Traffic
 
@@ -30,7 +30,7 @@ _Vote = tuple[ModelCard, bool]
 """A member's card, and whether it stays. A draining member, or another deployment, counts only while no member stays."""
 
 
-class WorkerPool:
+class ModelPool:
     """The workers of one model. A change costs O(1), except where another card becomes canonical. One event loop owns it.
 
     card:          the canonical model card
@@ -38,7 +38,7 @@ class WorkerPool:
     ready_prefill: (num_slots,) bool, prefill workers that may get prompts; read-only
     """
 
-    def __init__(self, first: Member, num_slots: int, adapters_max: int) -> None:
+    def __init__(self, first: FleetMember, num_slots: int, adapters_max: int) -> None:
         """Make a pool with the card of its first worker, which has yet to be `put`; it knows so many adapters."""
         self.card = first.instance.card
         self._former: deque[ModelCard] = deque(maxlen=_FORMER_MAX)
@@ -49,7 +49,7 @@ class WorkerPool:
         self._show(np.zeros((2, num_slots), dtype=np.bool_))
         self._roles: dict[int, Role] = {}  # by slot
         self._deployments: set[int] = set()  # slots
-        self._votes: dict[Member, _Vote] = {}
+        self._votes: dict[FleetMember, _Vote] = {}
         self._counts: Counter[_Vote] = Counter()  # no zeros
         self._num_staying = 0
         self._unanswered_since_s: float | None = None
@@ -57,7 +57,7 @@ class WorkerPool:
     def __len__(self) -> int:
         return len(self._votes)
 
-    def put(self, member: Member, path: NetworkPath | None = None) -> Sequence[Member]:
+    def put(self, member: FleetMember, path: NetworkPath | None = None) -> Sequence[FleetMember]:
         """Take in a worker, or what discovery says anew about one.
 
         Args:
@@ -84,7 +84,7 @@ class WorkerPool:
         member.matching = self._matches(member)
         return self._keep_canonical() or (member,)
 
-    def remove(self, member: Member) -> Sequence[Member]:
+    def remove(self, member: FleetMember) -> Sequence[FleetMember]:
         """Let a worker go.
 
         Returns:
@@ -100,7 +100,7 @@ class WorkerPool:
         self.prices.remove(slot)
         return self._keep_canonical()
 
-    def choose_canonical(self) -> Sequence[Member]:
+    def choose_canonical(self) -> Sequence[FleetMember]:
         """Take the card of most workers that answer and stay; for a first look at all of them.
 
         Returns:
@@ -113,7 +113,7 @@ class WorkerPool:
             return ()
         return self._make_canonical(next(member for member in answering if member.identity == most))
 
-    def choose_canonical_if_unanswered(self, now_s: float, patience_s: float) -> Sequence[Member]:
+    def choose_canonical_if_unanswered(self, now_s: float, patience_s: float) -> Sequence[FleetMember]:
         """Choose the card anew where no worker has been ready to answer for `patience_s`; called now and then.
 
         Example: of one version only prefill workers are left.
@@ -206,7 +206,7 @@ class WorkerPool:
         """Slots of workers that are other deployments."""
         return self._deployments
 
-    def mismatch(self, member: Member) -> str | None:
+    def mismatch(self, member: FleetMember) -> str | None:
         """Say why a worker's card does not match the canonical one; None where it does."""
         if member.matching:
             return None
@@ -265,10 +265,10 @@ class WorkerPool:
         """Say whether a member that counts has this card."""
         return (card, self._num_staying > 0) in self._counts
 
-    def _staying(self) -> list[Member]:
+    def _staying(self) -> list[FleetMember]:
         return [member for member, (_, stays) in self._votes.items() if stays] or [*self._votes]
 
-    def _keep_canonical(self) -> Sequence[Member]:
+    def _keep_canonical(self) -> Sequence[FleetMember]:
         """Take another card where no member that counts has the canonical one; prefer one with the same block hashes."""
         if self._is_held(self.card) or not self._votes:
             return ()
@@ -279,7 +279,7 @@ class WorkerPool:
                 return ()
         return self._make_canonical(staying[0])
 
-    def _make_canonical(self, holder: Member) -> Sequence[Member]:
+    def _make_canonical(self, holder: FleetMember) -> Sequence[FleetMember]:
         """Take a member's card, which has other block hashes than the present one."""
         self._former.append(self.card)
         self.card = holder.instance.card
@@ -287,7 +287,7 @@ class WorkerPool:
             member.matching = self._matches(member)
         return tuple(self._votes)
 
-    def _matches(self, member: Member) -> bool:
+    def _matches(self, member: FleetMember) -> bool:
         """Tell whether a worker may share requests with the others: another deployment keeps no KV of this one, and takes token ids."""
         card = member.instance.card
         if member.instance.engine.is_deployment:

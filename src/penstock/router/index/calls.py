@@ -51,7 +51,7 @@ class RadixStats(NamedTuple):
     num_bytes: int
 
 
-class Held(NamedTuple):
+class HeldBlocks(NamedTuple):
     """One copy of each block of a chain; the arguments of `store`."""
 
     worker: int
@@ -94,13 +94,13 @@ class RadixCalls:
         first = root_hash(block_size, salt, key=key)
         return self.match_packed_tokens(as_tokens(token_ids), block_size, first, key)
 
-    def snapshot(self: _Tree, worker: int | None = None) -> Iterator[Held]:
+    def snapshot(self: _Tree, worker: int | None = None) -> Iterator[HeldBlocks]:
         """Give the content of all workers or of one, as calls of `store`: parents before children."""
         for slot in range(self.num_slots) if worker is None else (worker,):
             for hashes, parent, copies in self.runs(slot):
                 for tier, count in zip(_TIERS, copies, strict=True):
                     for _ in range(count):
-                        yield Held(slot, hashes, parent, tier)
+                        yield HeldBlocks(slot, hashes, parent, tier)
 
     def hashes_of(self: _Tree, worker: int) -> HashArray:
         """Give the distinct blocks a worker is known to hold, parents before children."""

@@ -6,10 +6,10 @@ The native tree where it is installed, else the Python reference.
 from typing import TYPE_CHECKING
 
 from penstock.core.native import native
-from penstock.router.index.calls import Held, PrefixMatch, RadixCalls, RadixStats
+from penstock.router.index.calls import HeldBlocks, PrefixMatch, RadixCalls, RadixStats
 from penstock.router.index.reference import RadixTreePython
 
-__all__ = ["Held", "PrefixMatch", "RadixStats", "RadixTree", "RadixTreePython"]
+__all__ = ["HeldBlocks", "PrefixMatch", "RadixStats", "RadixTree", "RadixTreePython"]
 
 if TYPE_CHECKING or native is None:
     RadixTree = RadixTreePython

@@ -78,7 +78,7 @@ def common_transports(here: KvExchange, there: KvExchange, *, same_host: bool) -
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kinds:
+class KvKinds:
     """Which decode workers can read the KV of which prefill worker.
 
     numbers: (num_slots,) the kind of the worker in each slot
@@ -134,12 +134,12 @@ class KvTransferPairs:
         del self._workers[slot]
         self._numbers = None
 
-    def kinds(self, num_slots: int) -> Kinds:
+    def kinds(self, num_slots: int) -> KvKinds:
         """Number the kinds of workers and their hosts, from 0, as for free slots. Not to be written to."""
         if self._numbers is None or len(self._numbers) != num_slots:
             self._number(num_slots)
             assert self._numbers is not None, "just made"
-        return Kinds(self._numbers, self._hosts, self._fits)
+        return KvKinds(self._numbers, self._hosts, self._fits)
 
     def readers(self, source: int, num_slots: int) -> Iterator[tuple[int, Instance, Instance]]:
         """Give the workers that can read the KV of the worker in slot `source`: (slot, that worker, reader); nothing of a free slot."""

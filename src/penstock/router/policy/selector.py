@@ -15,7 +15,7 @@ from penstock.seams import ExplainedPolicy, HistoryPolicy, RoutingContext, Routi
 _WAITS = ("queue", "kv_wait")
 
 
-class Choice(NamedTuple):
+class WorkerChoice(NamedTuple):
     """The cheapest slot, and the (num_terms, num_slots) `terms` of all slots."""
 
     slot: int
@@ -58,7 +58,7 @@ class WorkerSelector:
         self._history = policy if isinstance(policy, HistoryPolicy) else None
         self._sessions = policy if isinstance(policy, SessionAffinity) else None
 
-    def choose(self, context: RoutingContext, tie: int) -> Choice:
+    def choose(self, context: RoutingContext, tie: int) -> WorkerChoice:
         """Choose the cheapest eligible slot; at least one is eligible, and `tie`, the request's hash, settles equal prices.
 
         Raises:
@@ -73,7 +73,7 @@ class WorkerSelector:
             self._check_finite(context, terms, slot)
         except Exception as error:
             raise self._failed(error) from error
-        return Choice(slot, terms, eligible)
+        return WorkerChoice(slot, terms, eligible)
 
     def _priced(self, context: RoutingContext) -> Costs:
         """Give the policy's terms, or its costs as the only one.

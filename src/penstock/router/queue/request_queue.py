@@ -37,7 +37,7 @@ _QUEUE_KEYS_LOOKED_AT_MAX = 16
 """Queue keys of a model that one look prices, in order of turn. Most share their workers; the first that finds no room ends the look."""
 
 
-class Waiting(Protocol):
+class WaitingRequest(Protocol):
     """A request as its ticket sees it."""
 
     @property
@@ -60,7 +60,7 @@ class Ticket:
     while the request was queued, once it has left the queue.
     """
 
-    waiting: Waiting
+    waiting: WaitingRequest
     leave: "Callable[[Ticket], None]"
     model: str | None = None
     queued: QueuedRequest | None = None
@@ -111,7 +111,7 @@ class RequestQueue:
         """Predict the seconds until all queued requests have left; of several queues, the longest."""
         return max((queue.drain_s(now_s) for queue in self._queues.values()), default=0.0)
 
-    def ticket(self, waiting: Waiting) -> Ticket:
+    def ticket(self, waiting: WaitingRequest) -> Ticket:
         """Give a request a ticket; leave its context once the request is sent or given up."""
         return Ticket(waiting, self.leave)
 

@@ -9,7 +9,7 @@ from collections import deque
 from penstock.router.config import MigrationConfig
 
 
-class Pace:
+class MigrationPace:
     """Gives each request its time to go on. One event loop owns it."""
 
     def __init__(self, config: MigrationConfig) -> None:

@@ -7,7 +7,7 @@ from penstock.core.types.requests import Request
 from penstock.router.config import RetryConfig
 
 
-class Quarantine:
+class PromptQuarantine:
     """A bounded set of prompts by hash, each with the time until which it is refused, and why."""
 
     def __init__(self, config: RetryConfig) -> None:

@@ -5,8 +5,8 @@ import random
 from penstock.router.config import MigrationConfig, RetryConfig
 from penstock.router.metrics import RouterMetrics
 from penstock.router.retries.isolation import PoisonIsolation
-from penstock.router.retries.pace import Pace
-from penstock.router.retries.quarantine import Quarantine
+from penstock.router.retries.pace import MigrationPace
+from penstock.router.retries.quarantine import PromptQuarantine
 
 
 class RetryGuard:
@@ -18,8 +18,8 @@ class RetryGuard:
         self.config = config
         self.migrations = migrations
         self.budget = RetryBudget(config)
-        self.pace = Pace(migrations)
-        self.quarantine = Quarantine(config)
+        self.pace = MigrationPace(migrations)
+        self.quarantine = PromptQuarantine(config)
         self.isolation = PoisonIsolation()
         self.metrics = metrics
         self.rng = rng

@@ -24,7 +24,7 @@ _URL_CHARACTERS_MAX = 2048
 _ADAPTERS_MAX = 4096
 
 
-class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GatewayServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One server, as its gateway describes it.
 
     `total_blocks` is its KV cache's size in blocks; 0 is unknown. `prices` are what its work takes; without, it is
@@ -60,7 +60,7 @@ class Query:
     slo_itl_s: float | None = None
 
 
-class KvTransfer(msgspec.Struct, frozen=True, kw_only=True):
+class ServerKvTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that make a prefill server and a decode server transfer one prompt's KV.
 
     prefill:     fields to set in the request to the prefill server
@@ -75,7 +75,7 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The prefill server of a request, and the fields as in `KvTransfer`; a null among them replaces the request's own value."""
+    """The prefill server of a request, and the fields as in `ServerKvTransfer`; a null among them replaces the request's own value."""
 
     worker: str
     url: str
@@ -83,7 +83,7 @@ class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True):
     from_answer: tuple[str, ...]
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ServerChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a request goes. Give `id` with all feedback.
 
     Where `prefill` is given, its server computes the prompt, and `worker` answers with `fields` set in the request.
@@ -96,7 +96,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill: PrefillChoice | None = None
 
 
-class Stage(StrEnum):
+class RequestStage(StrEnum):
     """Stages of a request in feedback; all but FINISHED or FAILED, which end it, are optional."""
 
     STARTED = "started"
@@ -135,7 +135,7 @@ def check_targets(query: Query) -> None:
             raise RequestError(f"{name}: must be seconds > 0, got {target_s:g}", param=name)
 
 
-def check_server(server: Server) -> None:
+def check_server(server: GatewayServer) -> None:
     """Check a server's fields.
 
     Raises:
@@ -162,7 +162,7 @@ def _check_length(name: str, text: str, most: int = _CHARACTERS_MAX) -> None:
         raise RequestError(f"{name}: must have at most {most} characters, got {len(text)}", param=name)
 
 
-def _check_adapters(server: Server) -> None:
+def _check_adapters(server: GatewayServer) -> None:
     names = server.adapters
     if len(names) > _ADAPTERS_MAX:
         raise RequestError(f"adapters: at most {_ADAPTERS_MAX}, got {len(names)}", param="adapters")

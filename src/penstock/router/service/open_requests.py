@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from penstock.core.errors import RequestError, WorkerLost
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Delta, Request
-from penstock.router.candidates import Plan, Route
+from penstock.router.candidates import RoutePlan, WorkerRoute
 from penstock.router.dispatch.attempt import RoutedRequest
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
-from penstock.router.service.gateway import COUNT_MAX, Stage
+from penstock.router.service.gateway import COUNT_MAX, RequestStage
 
 
 class _Silent:
@@ -56,7 +56,7 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._open)
 
-    def begin(self, request: Request, plan: Plan) -> None:
+    def begin(self, request: Request, plan: RoutePlan) -> None:
         """Count a request at the servers of its plan."""
         now_s = asyncio.get_running_loop().time()
         prefill = None if plan.prefill is None else self._route(request, plan.prefill)
@@ -67,7 +67,7 @@ class OpenRequests:
     def feedback(
         self,
         request_id: RequestId,
-        stage: Stage,
+        stage: RequestStage,
         *,
         worker: str | None,
         cached_tokens: int | None,
@@ -101,15 +101,15 @@ class OpenRequests:
         self._open.move_to_end(request_id)
         if cached_tokens is not None and not open_.is_compared:
             self._compare(open_, cached_tokens)
-        if stage in {Stage.PREFILLED, Stage.FIRST_TOKEN}:
+        if stage in {RequestStage.PREFILLED, RequestStage.FIRST_TOKEN}:
             self._prefilled(open_)
-        if stage == Stage.FIRST_TOKEN:
+        if stage == RequestStage.FIRST_TOKEN:
             open_.decode.prefill_done()
-        elif stage in {Stage.FINISHED, Stage.FAILED}:
+        elif stage in {RequestStage.FINISHED, RequestStage.FAILED}:
             if output_tokens is not None:
                 self._fleet.pools[open_.model].traffic.ended(output_tokens, open_.heard_s)
             self._close(request_id, str(stage))
-            is_failed = stage == Stage.FAILED
+            is_failed = stage == RequestStage.FAILED
             for name in [worker or open_.decode.member.instance.name] if is_failed else names:
                 self.on_end(name, is_failed)
 
@@ -127,7 +127,7 @@ class OpenRequests:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _route(self, request: Request, route: Route) -> RoutedRequest:
+    def _route(self, request: Request, route: WorkerRoute) -> RoutedRequest:
         return RoutedRequest(self._fleet, route, request, _SILENT, tenant=request.tenant)
 
     def _compare(self, open_: _Open, cached_tokens: int) -> None:

@@ -22,18 +22,18 @@ from penstock.core.ids import RequestId
 from penstock.core.types.instances import Instance, ModelCard, request_salt
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import TokenArray, pack_hashes, pack_tokens
-from penstock.router.candidates import Route
+from penstock.router.candidates import WorkerRoute
 from penstock.router.config import RouterConfig
-from penstock.router.explain.explanation import Explanation
+from penstock.router.explain.explanation import RoutingExplanation
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
 from penstock.router.router import Router
 from penstock.router.service.gateway import (
-    Choice,
+    GatewayServer,
     PrefillChoice,
     Query,
-    Server,
-    Stage,
+    RequestStage,
+    ServerChoice,
     check_server,
     check_targets,
     tokens_of,
@@ -41,7 +41,7 @@ from penstock.router.service.gateway import (
 from penstock.router.service.open_requests import OpenRequests
 from penstock.router.service.report_plane import ReportPlane
 from penstock.router.service.servers import Servers, Watched
-from penstock.router.workers.member import WorkerView
+from penstock.router.workers.member import FleetWorkerView
 from penstock.runtime.discovery.view import MemoryDiscovery
 
 _SAMPLING = SamplingParams(max_tokens=1)  # of no interest here
@@ -122,7 +122,7 @@ class RoutingService:
         self._running = None
         await self._group.__aexit__(None, None, None)
 
-    async def put(self, name: str, server: Server, watched: Watched | None = None) -> WorkerView:
+    async def put(self, name: str, server: GatewayServer, watched: Watched | None = None) -> FleetWorkerView:
         """Add or update a server; another URL, model or role under the same name is another server.
 
         Args:
@@ -151,11 +151,11 @@ class RoutingService:
         self.servers.refuse_watched(name)
         await self.servers.remove(name)
 
-    def workers(self) -> Sequence[WorkerView]:
+    def workers(self) -> Sequence[FleetWorkerView]:
         """Describe every server, including removed ones with open requests."""
         return self._fleet.workers()
 
-    def route(self, query: Query) -> Choice:
+    def route(self, query: Query) -> ServerChoice:
         """Choose a server for a request, and count the request there until its feedback.
 
         Raises:
@@ -186,7 +186,7 @@ class RoutingService:
                 retry_after_s=1.0,
             )
         self.open.begin(request, plan)
-        choice = Choice(id=request.request_id, worker=decode.name, url=decode.address)
+        choice = ServerChoice(id=request.request_id, worker=decode.name, url=decode.address)
         if plan.prefill is None:
             return choice
         prefill = self._instance(plan.prefill)
@@ -205,7 +205,7 @@ class RoutingService:
     def feedback(
         self,
         request_id: str,
-        stage: Stage,
+        stage: RequestStage,
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
         worker: str | None = None,
@@ -223,8 +223,10 @@ class RoutingService:
             RequestError: a count is below 0 or absurd, the worker has not this request, or there is no such stage or request, or
                 not any more (404).
         """
-        if stage not in tuple(Stage):
-            raise RequestError(f"stage: must be one of {', '.join(Stage)}, got {stage!r}", param="stage")
+        if stage not in tuple(RequestStage):
+            raise RequestError(
+                f"stage: must be one of {', '.join(RequestStage)}, got {stage!r}", param="stage"
+            )
         self.open.feedback(
             RequestId(request_id),
             stage,
@@ -233,11 +235,11 @@ class RoutingService:
             output_tokens=output_tokens,
         )
 
-    def explain(self, request_id: str) -> Sequence[Explanation]:
+    def explain(self, request_id: str) -> Sequence[RoutingExplanation]:
         """Explain the choice for a request; empty where it is not known."""
         return self._router.decisions.of(request_id)
 
-    def latest_decisions(self, most: int) -> Sequence[Explanation]:
+    def latest_decisions(self, most: int) -> Sequence[RoutingExplanation]:
         """Explain the latest decisions, oldest first."""
         return self._router.decisions.latest(most)
 
@@ -247,7 +249,7 @@ class RoutingService:
         self._router.check()
         self.open.check()
 
-    def _instance(self, route: Route) -> Instance:
+    def _instance(self, route: WorkerRoute) -> Instance:
         return self._fleet.slots.at(route.slot).instance
 
     def _card_of(self, model: str) -> ModelCard:

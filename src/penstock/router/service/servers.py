@@ -15,9 +15,9 @@ from penstock.core.types.instances import EngineInfo, Instance, ModelCard, Role
 from penstock.core.types.kv import KvExchange
 from penstock.core.types.load import WorkerLoad
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.service.gateway import KvTransfer, Server
+from penstock.router.service.gateway import GatewayServer, ServerKvTransfer
 from penstock.router.service.report_plane import ReportPlane
-from penstock.router.workers.member import Condition, WorkerView
+from penstock.router.workers.member import Condition, FleetWorkerView
 from penstock.runtime.discovery.view import MemoryDiscovery, MemoryRegistration
 
 ANY_LENGTH = int(np.iinfo(np.int32).max)
@@ -41,7 +41,7 @@ class Watched:
     role: Role = Role.AGGREGATED
     kv_events: bool = False
     kv_transfer_kind: str | None = None
-    make_transfer: Callable[[], KvTransfer] | None = None
+    make_transfer: Callable[[], ServerKvTransfer] | None = None
     transferred_prompts_only: bool = False
 
 
@@ -78,14 +78,14 @@ class Servers:
         known = self._known.get(name)
         return None if known is None else known.instance.worker_id
 
-    def transfer(self, name: str) -> KvTransfer:
+    def transfer(self, name: str) -> ServerKvTransfer:
         """Make the fields of one KV transfer from a prefill server."""
         watched = self._known[name].watched
         assert watched is not None, "only watched servers are prefill servers"
         assert watched.make_transfer is not None, "a prefill server has it"
         return watched.make_transfer()
 
-    async def put(self, name: str, server: Server, watched: Watched | None = None) -> WorkerView:
+    async def put(self, name: str, server: GatewayServer, watched: Watched | None = None) -> FleetWorkerView:
         """Add or update a server, which is `watched` or described by a gateway.
 
         Another URL, model or role under the same name is another server.
@@ -201,7 +201,9 @@ class Servers:
         finally:
             del self._known[name]  # last: until then requests may be routed to it
 
-    def _instance(self, worker_id: WorkerId, name: str, server: Server, watched: Watched | None) -> Instance:
+    def _instance(
+        self, worker_id: WorkerId, name: str, server: GatewayServer, watched: Watched | None
+    ) -> Instance:
         watched = watched or Watched()
         kind = watched.kv_transfer_kind
         return Instance(
@@ -229,7 +231,7 @@ class Servers:
             exchange=None if kind is None else KvExchange.native(kind),
         )
 
-    async def _shown(self, instance: Instance) -> WorkerView:
+    async def _shown(self, instance: Instance) -> FleetWorkerView:
         """Wait until the fleet has taken in a server."""
         changed = asyncio.Event()
         with self._fleet.changes.telling(changed.set):

@@ -53,7 +53,7 @@ def identity(card: ModelCard) -> tuple[int, bytes]:
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class FleetMember:
     """A worker's state.
 
     matching: whether its card has the block hashes of the canonical model card
@@ -122,10 +122,10 @@ class Member:
         predicted: bool,
         mismatch: str | None,
         kv_transfer_problem: str | None,
-    ) -> "WorkerView":
+    ) -> "FleetWorkerView":
         """Describe it for people; the arguments are known elsewhere."""
         instance, subscriber = self.instance, self.subscriber
-        return WorkerView(
+        return FleetWorkerView(
             worker_id=self.worker_id,
             name=instance.name,
             model=instance.card.name,
@@ -161,7 +161,7 @@ def _shown(load: WorkerLoad) -> dict[str, Any]:
     return {**msgspec.structs.asdict(load), "kv_tiers": tiers, "link": link}
 
 
-class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+class FleetWorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as `/admin/workers` shows it.
 
     problem:                why it gets no requests; None where it does

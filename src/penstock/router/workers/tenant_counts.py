@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from penstock.core.errors import PenstockError, Unavailable
 from penstock.core.ids import WorkerId
 from penstock.core.types.load import PeerCount, TenantCount
-from penstock.router.workers.member import Member
+from penstock.router.workers.member import FleetMember
 
 ANSWER_S_MAX = 1.0
 PASSED_OVER_S = 10.0
@@ -20,7 +20,7 @@ class TenantCounting:
         self._passed_over_s: dict[WorkerId, float] = {}  # by worker: until when
 
     async def count(
-        self, counts: Mapping[str, TenantCount], members: Iterable[Member | None]
+        self, counts: Mapping[str, TenantCount], members: Iterable[FleetMember | None]
     ) -> Mapping[str, PeerCount]:
         """Tell what this frontend's tenants have used, and return what they have used at others.
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from penstock.router.config import DisaggConfig
-from penstock.router.disagg.disagg import DisaggInputs, Move, as_transferred, decide
+from penstock.router.disagg.disagg import DisaggInputs, KvMove, as_transferred, decide
 from penstock.router.disagg.link_setup import LinkSetup
-from penstock.router.links.kv_transfer_pairs import Kinds
+from penstock.router.links.kv_transfer_pairs import KvKinds
 from penstock.router.policy.policies import make_policy
 from penstock.router.policy.selector import WorkerSelector
 from penstock.testing.routing_policy import make_context, make_prices
@@ -31,7 +31,7 @@ def inputs(link_s, **config):
         blocks=BLOCKS,
         block_s=np.full(3, 1e-4),
         setup_s=None if link_s is None else np.array(link_s),
-        kinds=Kinds(
+        kinds=KvKinds(
             np.zeros(3, dtype=np.intp), np.zeros(3, dtype=np.intp), np.ones((2, 1, 1), dtype=np.bool_)
         ),
         config=DisaggConfig(**config),
@@ -88,11 +88,11 @@ def test_targets_do_not_hide_what_is_done_without():
 
 def test_who_has_all_of_it_needs_no_link():
     asked = context(overlap_blocks=[0, BLOCKS, 3])
-    move = Move(0, BLOCKS, np.full(3, 1e-4), DECODE_WORKERS, np.full(3, 2.0))
+    move = KvMove(0, BLOCKS, np.full(3, 1e-4), DECODE_WORKERS, np.full(3, 2.0))
     network = SELECTOR.term_names.index("network")
     terms = SELECTOR.choose(as_transferred(asked, move), 0).terms[network]
     free = SELECTOR.choose(
-        as_transferred(asked, Move(0, BLOCKS, move.block_s, DECODE_WORKERS, None)), 0
+        as_transferred(asked, KvMove(0, BLOCKS, move.block_s, DECODE_WORKERS, None)), 0
     ).terms[network]
     assert (terms - free).tolist() == [0.0, 0.0, 2.0], "once, for however many blocks"
     assert [move.charge_s(asked, slot) for slot in range(3)] == [0.0, 0.0, 2.0]

@@ -11,13 +11,13 @@ from penstock.core.types.events import BlockStored, Tier
 from penstock.core.wire import pack_hashes
 from penstock.router.config import ExplainConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.explain.explanation import Explanation, RouteReason
-from penstock.router.explain.replay import Replay
+from penstock.router.explain.explanation import RouteReason, RoutingExplanation
+from penstock.router.explain.replay import RoutingReplay
 from tests.support.manual_engine import ManualEngine
 from tests.support.scene import HASHES, PROMPT, make_request, run_scenario, scenario, view
 
 
-async def decide(dispatcher: Dispatcher, request_id: str, *prompt: tuple[int, ...]) -> Explanation:
+async def decide(dispatcher: Dispatcher, request_id: str, *prompt: tuple[int, ...]) -> RoutingExplanation:
     async with dispatcher.open(make_request(request_id, *prompt)):
         return dispatcher.explain(request_id)[-1]
 
@@ -144,7 +144,7 @@ POLICIES = [
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_log_says_all_that_its_decisions_went_by(policy, decision_lines):
     run_scenario(traffic, config=RouterConfig(policy=policy))
-    replayed = list(Replay().run(decision_lines()))
+    replayed = list(RoutingReplay().run(decision_lines()))
     assert len(replayed) == 60
     assert [one.request_id for one in replayed if one.differs] == []
     assert len({one.worker for one in replayed}) >= 2
@@ -153,9 +153,11 @@ def test_a_log_says_all_that_its_decisions_went_by(policy, decision_lines):
 @pytest.mark.parametrize("bound", [{"sessions_max": 1}, {"session_idle_s": 0.015}])
 def test_sessions_are_forgotten_again_as_they_were(bound, decision_lines):
     run_scenario(traffic, config=RouterConfig(policy="session", **bound))
-    assert [one.request_id for one in Replay().run(decision_lines()) if one.differs] == []
+    assert [one.request_id for one in RoutingReplay().run(decision_lines()) if one.differs] == []
     as_usual = (json.loads(line) | dict.fromkeys(bound, 1 << 16) for line in decision_lines())
-    assert any(one.differs for one in Replay().run(map(json.dumps, as_usual))), "or nothing was forgotten"
+    assert any(one.differs for one in RoutingReplay().run(map(json.dumps, as_usual))), (
+        "or nothing was forgotten"
+    )
 
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.5, 15, 45), (1.0, 60, 60)])
@@ -167,13 +169,13 @@ def test_a_share_of_the_decisions_is_logged(share, least, most, decision_lines):
 def test_lines_that_are_no_decisions_are_counted_and_broken_ones_named(decision_lines):
     run_scenario(traffic)
     whole = decision_lines()[0]
-    replay = Replay()
+    replay = RoutingReplay()
     assert len(list(replay.run(["", "10:00 worker_lost", '{"event": "worker_lost"}', whole, "[]"]))) == 1
     assert replay.other_lines == {"text": 2, "event": 1}
     broken = json.loads(whole)
     del broken["context"]["turn"]
     with pytest.raises(ConfigError, match=r"line 2: .*another version: turn"):
-        list(Replay().run([whole, json.dumps(broken)]))
+        list(RoutingReplay().run([whole, json.dumps(broken)]))
     for changed, said in (
         ({"eligible": ["bool", [2], True]}, "policy 'kv' failed: ValueError.*an entry for each slot"),
         ({"request_tokens": "x"}, "policy 'kv' failed"),
@@ -183,7 +185,7 @@ def test_lines_that_are_no_decisions_are_counted_and_broken_ones_named(decision_
         broken = json.loads(whole)
         broken["context"] |= changed
         with pytest.raises(ConfigError, match=f"line 1: .*{said}"):
-            list(Replay().run([json.dumps(broken)]))
+            list(RoutingReplay().run([json.dumps(broken)]))
     broken = json.loads(whole) | {"slot": "one"}
     with pytest.raises(ConfigError, match=r"line 1: .*slot"):
-        list(Replay().run([json.dumps(broken)]))
+        list(RoutingReplay().run([json.dumps(broken)]))

@@ -10,7 +10,7 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.router.explain.replay import Replay
+from penstock.router.explain.replay import RoutingReplay
 from penstock.sim.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
@@ -70,7 +70,7 @@ def lines(decision_lines):
     "policy", [POLICIES[0], *(pytest.param(policy, marks=pytest.mark.nightly) for policy in POLICIES[1:])]
 )
 def test_both_workers_of_a_request_are_chosen_again(policy, lines):
-    replayed = list(Replay().run(lines(policy)))
+    replayed = list(RoutingReplay().run(lines(policy)))
     assert [(one.request_id, one.worker, one.again) for one in replayed if one.differs] == []
     waited = [one.worker[0] for one in replayed if one.request_id.startswith("burst")]
     assert policy != "kv" or waited.count("d") > waited.count("p"), "some never went elsewhere"
@@ -89,7 +89,7 @@ def test_whether_a_prompt_goes_elsewhere_is_weighed_anew(lines):
         if data["inputs"] is not None:
             data["inputs"]["block_s"] = ["float64", data["inputs"]["block_s"][1], 60.0]
             changed.append(json.dumps(data))
-    replayed = list(Replay().run(changed))
+    replayed = list(RoutingReplay().run(changed))
     away = [one for one in replayed if one.worker.startswith("p")]
     assert away
     assert all(one.again.startswith("d") and one.costs_more > 10.0 for one in away), "ms: a step takes ten"
@@ -107,4 +107,4 @@ def test_what_was_weighed_and_cannot_be_read_is_named(lines):
         data = json.loads(line)
         data["inputs"][name] = value
         with pytest.raises(ConfigError, match="line 1: a decision that cannot be read"):
-            list(Replay().run([json.dumps(data)]))
+            list(RoutingReplay().run([json.dumps(data)]))

@@ -3,10 +3,10 @@
 import pytest
 
 from penstock.router.config import MigrationConfig
-from penstock.router.retries.pace import Pace
+from penstock.router.retries.pace import MigrationPace
 
 
-def waits(pace: Pace, count: int, now_s: float = 0.0) -> list[float]:
+def waits(pace: MigrationPace, count: int, now_s: float = 0.0) -> list[float]:
     found = [pace.depart(now_s) for _ in range(count)]
     pace.check()
     return found
@@ -14,7 +14,7 @@ def waits(pace: Pace, count: int, now_s: float = 0.0) -> list[float]:
 
 @pytest.mark.parametrize("streams", [1074, 2048, 16_384])
 def test_however_many_are_lost_together_all_go_on_within_a_second(streams):
-    pace = Pace(MigrationConfig())
+    pace = MigrationPace(MigrationConfig())
     for _ in range(streams):
         pace.expect(1)
     found = []
@@ -28,7 +28,7 @@ def test_however_many_are_lost_together_all_go_on_within_a_second(streams):
 
 
 def test_those_that_come_meanwhile_wait_behind_and_nothing_is_saved_up():
-    pace = Pace(MigrationConfig(at_once=4, spread_s=1.0))
+    pace = MigrationPace(MigrationConfig(at_once=4, spread_s=1.0))
     assert waits(pace, 6) == [0.0] * 4 + [0.25, 0.5]
     assert waits(pace, 1, 0.25) == [0.5]
     assert waits(pace, 1, 0.75) == [0.25]

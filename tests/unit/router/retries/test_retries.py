@@ -2,7 +2,7 @@
 
 from penstock.core.types.requests import Request
 from penstock.router.config import RetryConfig
-from penstock.router.retries.quarantine import Quarantine
+from penstock.router.retries.quarantine import PromptQuarantine
 from penstock.router.retries.retry_guard import RetryBudget
 from tests.support.scene import make_request
 
@@ -33,7 +33,7 @@ def test_requests_earn_tries():
 
 
 def test_quarantine_ends_by_itself():
-    quarantine = Quarantine(RetryConfig(quarantine_s=60.0))
+    quarantine = PromptQuarantine(RetryConfig(quarantine_s=60.0))
     assert quarantine.refusal(request(1, 2), 0.0) is None
     quarantine.put(request(1, 2), 0.0, "why")
     assert quarantine.refusal(request(1, 2), 20.0) == (40.0, "why")
@@ -48,7 +48,7 @@ def test_quarantine_ends_by_itself():
 
 
 def test_quarantine_is_bounded():
-    quarantine = Quarantine(RetryConfig(quarantined_max=3))
+    quarantine = PromptQuarantine(RetryConfig(quarantined_max=3))
     for token in range(10):
         quarantine.put(request(token), float(token), "why")
     assert len(quarantine) == 3

@@ -12,14 +12,14 @@ import pytest
 from penstock.core.errors import Overloaded, RequestError, Unavailable
 from penstock.core.types.instances import InstanceState, Role
 from penstock.router.config import RouterConfig
-from penstock.router.service.gateway import Choice, KvTransfer, Query, Server, Stage
+from penstock.router.service.gateway import GatewayServer, Query, RequestStage, ServerChoice, ServerKvTransfer
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 from penstock.router.service.servers import Watched
 from penstock.router.workers.price_table import UNKNOWN
 from penstock.sim.loop import run_virtual
 from tests.support.scenes import scenes
 
-A, B = Server(url="http://a", model="m"), Server(url="http://b", model="m")
+A, B = GatewayServer(url="http://a", model="m"), GatewayServer(url="http://b", model="m")
 TOKENS = np.arange(100, dtype=np.int32)
 LONG = "You are a helpful assistant. " * 20
 
@@ -46,7 +46,7 @@ def ask(service: RoutingService, prompt: object = TOKENS, **fields: object) -> t
     return choice.worker, choice.id
 
 
-def cached_blocks(service: RoutingService, choice: Choice) -> int:
+def cached_blocks(service: RoutingService, choice: ServerChoice) -> int:
     (explanation,) = service.explain(choice.id)
     assert explanation.chosen.worker == choice.worker
     assert (
@@ -60,13 +60,13 @@ def cached_blocks(service: RoutingService, choice: Choice) -> int:
 @scenario()
 async def test_a_prefix_goes_where_it_went(service, prompt):
     first, request_id = ask(service, prompt)
-    service.feedback(request_id, Stage.FINISHED)
+    service.feedback(request_id, RequestStage.FINISHED)
     for _ in range(5):
         choice = service.route(Query(model="m", prompt=prompt))
         assert choice.worker == first
         assert choice.url == f"http://{first}"
         assert cached_blocks(service, choice) == len(prompt) // (4 if prompt is TOKENS else 16)
-        service.feedback(choice.id, Stage.FINISHED)
+        service.feedback(choice.id, RequestStage.FINISHED)
 
 
 @scenario()
@@ -81,16 +81,16 @@ async def test_what_is_open_counts_as_load_until_its_first_token_and_its_end(ser
     second, two = ask(service, TOKENS[::-1].copy())
     assert {first, second} == {"a", "b"}
     assert load() == (200, 50)
-    service.feedback(one, Stage.STARTED)
+    service.feedback(one, RequestStage.STARTED)
     assert load() == (200, 50)
-    service.feedback(one, Stage.FIRST_TOKEN)
-    service.feedback(one, Stage.FIRST_TOKEN)
+    service.feedback(one, RequestStage.FIRST_TOKEN)
+    service.feedback(one, RequestStage.FIRST_TOKEN)
     assert load() == (100, 50)
-    service.feedback(one, Stage.FINISHED, cached_tokens=7)
-    service.feedback(two, Stage.FINISHED)
+    service.feedback(one, RequestStage.FINISHED, cached_tokens=7)
+    service.feedback(two, RequestStage.FINISHED)
     assert load() == (0, 0)
     with pytest.raises(RequestError, match=r"no request .* is open") as caught:
-        service.feedback(one, Stage.FINISHED)
+        service.feedback(one, RequestStage.FINISHED)
     assert caught.value.http_status == 404
 
 
@@ -99,13 +99,13 @@ async def test_silence_ends_a_request_and_word_of_it_puts_that_off(service):
     _, silent = ask(service)
     _, told = ask(service)
     await asyncio.sleep(8)
-    service.feedback(told, Stage.STARTED)
+    service.feedback(told, RequestStage.STARTED)
     service.check()
     await asyncio.sleep(4)
     service.check()
     with pytest.raises(RequestError, match="silent for 10 s"):
-        service.feedback(silent, Stage.FINISHED)
-    service.feedback(told, Stage.STARTED)
+        service.feedback(silent, RequestStage.FINISHED)
+    service.feedback(told, RequestStage.STARTED)
     await asyncio.sleep(11)
     assert sum(view.open_requests for view in service.workers()) == 0
 
@@ -115,14 +115,14 @@ async def test_servers_drain_move_and_go(service):
     first, request_id = ask(service)
     other = "b" if first == "a" else "a"
     servers = {"a": A, "b": B}
-    draining = Server(url=servers[first].url, model="m", state=InstanceState.DRAINING)
+    draining = GatewayServer(url=servers[first].url, model="m", state=InstanceState.DRAINING)
     assert (await service.put(first, draining)).condition == "draining"
     assert ask(service)[0] == other
     assert (await service.put(first, servers[first])).condition == "ready"
     assert ask(service)[0] == first, "it still has the prefix"
-    moved = await service.put(first, Server(url="http://elsewhere", model="m"))
+    moved = await service.put(first, GatewayServer(url="http://elsewhere", model="m"))
     assert moved.indexed_blocks == 0, "another server, which holds nothing"
-    service.feedback(request_id, Stage.FINISHED)
+    service.feedback(request_id, RequestStage.FINISHED)
     await service.remove(first)
     await service.remove(other)
     with pytest.raises((RequestError, Unavailable)):
@@ -153,7 +153,7 @@ async def test_refusals(service):
     with pytest.raises(Unavailable, match="draining, removed or excluded"):
         ask(service, exclude=("a", "b", "unknown"))
     with pytest.raises(Overloaded, match="2 workers are known"):
-        await service.put("c", Server(url="http://c", model="m"))
+        await service.put("c", GatewayServer(url="http://c", model="m"))
     for _ in range(3):
         ask(service, "short")
     with pytest.raises(Overloaded, match="3 requests are open"):
@@ -181,14 +181,14 @@ async def test_refusals(service):
 @scenario()
 async def test_a_server_that_cannot_be_is_refused_and_the_others_go_on(service, fields, said):
     with pytest.raises(RequestError, match=said):
-        await service.put("c", Server(**{"url": "http://c", "model": "m"} | fields))
+        await service.put("c", GatewayServer(**{"url": "http://c", "model": "m"} | fields))
     assert [view.name for view in service.workers()] == ["a", "b"]
     assert ask(service)[0] in {"a", "b"}
 
 
 @scenario()
 async def test_requests_are_routed_while_a_prefill_server_is_being_removed(service):
-    transfer = KvTransfer(prefill={"room": 1}, decode={"room": 1})
+    transfer = ServerKvTransfer(prefill={"room": 1}, decode={"room": 1})
 
     def watched(role: Role) -> Watched:
         return Watched(
@@ -197,15 +197,15 @@ async def test_requests_are_routed_while_a_prefill_server_is_being_removed(servi
 
     for name in ("a", "b"):
         await service.remove(name)
-    await service.put("d", Server(url="http://d", model="m"), watched(Role.DECODE))
-    await service.put("p", Server(url="http://p", model="m"), watched(Role.PREFILL))
+    await service.put("d", GatewayServer(url="http://d", model="m"), watched(Role.DECODE))
+    await service.put("p", GatewayServer(url="http://p", model="m"), watched(Role.PREFILL))
     removal = asyncio.create_task(service.servers.remove("p"))
     routed = 0
     while not removal.done():
         with suppress(Unavailable):
             choice = service.route(Query(model="m", prompt=TOKENS))
             assert choice.prefill is not None
-            service.feedback(choice.id, Stage.FINISHED)
+            service.feedback(choice.id, RequestStage.FINISHED)
             routed += 1
         await asyncio.sleep(0)
     await removal
