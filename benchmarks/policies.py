@@ -34,8 +34,7 @@ from benchmarks.runner import (
 from penstock.bench.report import BenchReport
 from penstock.core.errors import ConfigError
 from penstock.plan.trial import largest_rate
-from penstock.router.policy.policies import POLICIES, make_policy
-from penstock.router.policy.session_affinity import SessionAffinity
+from penstock.router.policies import POLICIES, SessionAffinity, make_policy
 from penstock.sim.trace import read_trace
 
 LOADS = (30, 60, 80, 95, 110)

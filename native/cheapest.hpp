@@ -1,6 +1,6 @@
 // Where a request goes: the worker that is cheapest, and one of those that are equally cheap by the request's hash.
 //
-// The oracle is the Python reference in src/penstock/router/policy/policies.py: equal input gives an equal slot.
+// The oracle is the Python reference in src/penstock/router/policies.py: equal input gives an equal slot.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // The `kv` policy's sums: what a request costs everybody on each worker, in seconds.
 //
-// The oracle is the Python reference in src/penstock/router/policy/predicted_seconds.py, which says why: equal input gives equal
+// The oracle is the Python reference in src/penstock/router/predicted_seconds.py, which says why: equal input gives equal
 // output, to the last bit, so that additions and products are in the same order.
 
 #pragma once

@@ -1,6 +1,6 @@
 // Which workers hold which prefixes, in which tier, and how many copies of each block.
 //
-// The oracle is the Python reference in src/penstock/router/index/reference.py: equal calls give equal answers.
+// The oracle is the Python reference in src/penstock/router/radix.py: equal calls give equal answers.
 
 #pragma once
 

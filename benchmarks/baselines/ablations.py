@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.baselines.product import Product
-from penstock.router.policy.predicted_seconds import PredictedSeconds
+from penstock.router.predicted_seconds import PredictedSeconds
 from penstock.seams import RoutingContext
 
 _TERMS = PredictedSeconds.term_names

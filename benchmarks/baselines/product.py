@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.router.policy.policies import uncached_tokens
+from penstock.router.policies import uncached_tokens
 from penstock.seams import RoutingContext
 
 

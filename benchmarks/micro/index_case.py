@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.core.wire import HashArray
-from penstock.router.index.radix import RadixTree
+from penstock.router.radix import RadixTree
 
 SEQUENCE_BLOCKS = 64
 EVENT_BLOCKS = 16

@@ -17,10 +17,10 @@ from penstock.core.types.instances import EngineInfo, Instance, ModelCard, Role
 from penstock.core.types.kv import KvExchange
 from penstock.core.wire import HashArray, pack_hashes
 from penstock.router.config import RouterConfig
-from penstock.router.index.indexer import Indexer
-from penstock.router.index.radix import RadixTree
-from penstock.router.links.kv_transfer_pairs import KvTransferPairs
+from penstock.router.fleet.links import KvTransferPairs
+from penstock.router.indexer import Indexer
 from penstock.router.metrics import RouterMetrics
+from penstock.router.radix import RadixTree
 from penstock.runtime.events.publisher import EventPublisher
 
 _EVENT_BLOCKS = 64

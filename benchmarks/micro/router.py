@@ -22,7 +22,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.hashing import block_hashes
 from penstock.core.native import native
 from penstock.core.wire import HashArray
-from penstock.router.index.radix import RadixTree
+from penstock.router.radix import RadixTree
 
 _DRIVER = Path(__file__).resolve().parents[1] / "peers" / "dynamo_radix.py"
 _HOT_WORKERS = _HOT_BLOCKS = 512

@@ -19,7 +19,7 @@ from penstock.core.wire import HashArray, PackedHashes, PackedTokens
 from penstock.graph import Overrides, load
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.workers.member import FleetMember
+from penstock.router.fleet.member import FleetMember
 from penstock.runtime.requests.outbox import CODEC, Event
 from penstock.sim.cluster import ClusterSpec, SimCluster
 from penstock.sim.deployment import SALT, SimDeployment, plan_deployment

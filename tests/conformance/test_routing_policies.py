@@ -1,4 +1,4 @@
-from penstock.router.policy.policies import make_policy
+from penstock.router.policies import make_policy
 from penstock.testing.routing_policy import RoutingPolicySuite
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.core.native import native
-from penstock.router.policy.policies import cheapest, cheapest_python
+from penstock.router.policies import cheapest, cheapest_python
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.core.native import native
-from penstock.router.policy.predicted_seconds import PredictedSeconds, terms_python
+from penstock.router.predicted_seconds import PredictedSeconds, terms_python
 from penstock.testing.routing_policy import make_context, make_prices, some_contexts
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")

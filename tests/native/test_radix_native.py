@@ -8,7 +8,7 @@ import pytest
 from penstock.core.hashing import block_hashes
 from penstock.core.native import native
 from penstock.core.types.events import Tier
-from penstock.router.index.radix import RadixTree, RadixTreePython
+from penstock.router.radix import RadixTree, RadixTreePython
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 

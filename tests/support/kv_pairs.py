@@ -3,7 +3,7 @@
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import EngineInfo, Instance, ModelCard, Role
 from penstock.core.types.kv import KvExchange, KvLayout
-from penstock.router.links.kv_transfer_pairs import KvTransferPairs
+from penstock.router.fleet.links import KvTransferPairs
 from tests.support.cluster import small_card
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float16", element_bytes=2, block_size=4)

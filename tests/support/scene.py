@@ -13,7 +13,7 @@ from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_hashes, pack_tokens
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.workers.member import FleetWorkerView
+from penstock.router.fleet.member import FleetWorkerView
 from penstock.sim.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine

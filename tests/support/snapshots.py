@@ -18,15 +18,15 @@ from penstock.frontend.watch.overview import (
     WorkerSpeed,
 )
 from penstock.frontend.watch.snapshot import Alert, LinkRow, PageSnapshot, Severity, TierRow, WorkerRow
-from penstock.router.dispatch.journeys import Journey, LegPart, LegView
-from penstock.router.explain.explanation import (
+from penstock.router.dispatch.state import Journey, LegPart, LegView
+from penstock.router.explanations import (
     Candidate,
     LeftOut,
     PrefillExplanation,
     RouteReason,
     RoutingExplanation,
 )
-from penstock.router.workers.member import Condition, FleetWorkerView
+from penstock.router.fleet.member import Condition, FleetWorkerView
 
 
 def worker(name: str, **fields: Any) -> WorkerRow:

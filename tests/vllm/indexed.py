@@ -9,7 +9,7 @@ from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStor
 from penstock.core.types.load import Step, WorkerLoad
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import hash_list, pack_hashes, pack_tokens, unpack_tokens
-from penstock.router.index.radix import RadixTree
+from penstock.router.radix import RadixTree
 from tests.vllm.conftest import BLOCK, Running
 
 KEY = bytes(range(16))

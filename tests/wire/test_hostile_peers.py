@@ -31,8 +31,8 @@ from penstock.engine.openai.text import TextCodec
 from penstock.planner import memory_connector
 from penstock.planner.memory_connector import MemoryConnector, TimedChanges
 from penstock.planner.observation import ObservationStream
-from penstock.router.service.gateway import Query
-from penstock.router.service.routing_service import RoutingService
+from penstock.router.gateway import Query
+from penstock.router.routing_service import RoutingService
 from penstock.runtime.observations import RequestWindow
 from tests.support.control_mutations import answer_to, mutated
 from tests.support.fake_server import FakeServer

@@ -20,7 +20,7 @@ from penstock.cli.text import printable, seconds
 from penstock.core.errors import ConfigError, PenstockError, RequestError, Unavailable
 from penstock.deploy.control.local_connector import FrontendAddress
 from penstock.deploy.state import state_dir
-from penstock.router.dispatch.journeys import Journey, LegPart
+from penstock.router.dispatch.state import Journey, LegPart
 
 
 def add_chat(parser: Parser) -> None:

@@ -16,8 +16,8 @@ from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.events import Tier
 from penstock.deploy.control.local_connector import FrontendAddress
 from penstock.frontend.http.admin import LATEST_DEFAULT, LATEST_MAX
-from penstock.router.explain.explanation import Candidate, RoutingExplanation, PrefillExplanation
-from penstock.router.explain.replay import RoutingReplay, ReplayedDecision
+from penstock.router.explanations import Candidate, PrefillExplanation, RoutingExplanation
+from penstock.router.replay import ReplayedDecision, RoutingReplay
 
 
 def add_explain(parser: Parser) -> None:

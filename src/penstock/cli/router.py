@@ -34,8 +34,8 @@ from penstock.frontend.limits.tenants import ApiAccess, TenantKeys
 from penstock.frontend.route_query import RouteModel
 from penstock.graph import Overrides
 from penstock.router.config import DisaggConfig
-from penstock.router.service.routing_service import RoutingService
-from penstock.router.service.servers import ANY_LENGTH
+from penstock.router.routing_service import RoutingService
+from penstock.router.servers import ANY_LENGTH
 from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient
 
 _FLAGS = {

@@ -16,7 +16,7 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import Replica, ReplicaState, Role, Scale
 from penstock.deploy.control.local_connector import FrontendAddress, find_deployment
 from penstock.planner.observation import Observation
-from penstock.router.dispatch.worker_changes import RoleChanged, StateChanged
+from penstock.router.dispatch.operators import StateChanged, WorkerRoleChanged
 from penstock.seams import ScalingConnector
 
 
@@ -123,10 +123,10 @@ def _run_wake(options: argparse.Namespace) -> int:
 
 
 _TIMEOUT_S = 660.0  # the worker may have to drain first
-_Outcome = TypeVar("_Outcome", RoleChanged, StateChanged)
+_Outcome = TypeVar("_Outcome", WorkerRoleChanged, StateChanged)
 
 
-def change_role(server: FrontendAddress, worker: str, role: Role) -> RoleChanged:
+def change_role(server: FrontendAddress, worker: str, role: Role) -> WorkerRoleChanged:
     """Ask a frontend for the change, and wait until the worker takes requests in its new role.
 
     Raises:
@@ -134,7 +134,7 @@ def change_role(server: FrontendAddress, worker: str, role: Role) -> RoleChanged
         RequestError: the worker does not exist, or cannot have that role.
         Unavailable: no server answers.
     """
-    return _ask(server, worker, "role", {"role": role}, RoleChanged)
+    return _ask(server, worker, "role", {"role": role}, WorkerRoleChanged)
 
 
 def sleep(server: FrontendAddress, worker: str, level: int) -> StateChanged:

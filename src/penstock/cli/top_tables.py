@@ -13,9 +13,9 @@ from penstock.core.errors import ConfigError
 from penstock.frontend.limits.tenants import TenantUse
 from penstock.frontend.watch.overview import Percentiles
 from penstock.frontend.watch.snapshot import PageSnapshot, RegionRow, TierRow, WorkerRow
-from penstock.router.dispatch.journeys import Journey, Part
-from penstock.router.explain.explanation import Candidate, Explanation
-from penstock.router.workers.member import Condition
+from penstock.router.dispatch.state import Journey, LegPart
+from penstock.router.explanations import Candidate, RoutingExplanation
+from penstock.router.fleet.member import Condition
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TopSnapshot:
 
     snapshot: PageSnapshot
     requests: list[Journey]
-    decisions: list[Explanation]
+    decisions: list[RoutingExplanation]
 
     @classmethod
     def read(cls, body: bytes) -> "TopSnapshot":
@@ -34,7 +34,7 @@ class TopSnapshot:
             return cls(
                 snapshot,
                 msgspec.convert(snapshot.requests, list[Journey]),
-                msgspec.convert(snapshot.decisions, list[Explanation]),
+                msgspec.convert(snapshot.decisions, list[RoutingExplanation]),
             )
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise ConfigError(
@@ -273,7 +273,7 @@ def terms(values: dict[str, float]) -> str:
     return " + ".join(f"{name} {value:.1f}" for name, value in values.items() if abs(value) >= 0.05) or "-"
 
 
-def _decision(each: Explanation) -> TopRow:
+def _decision(each: RoutingExplanation) -> TopRow:
     prefill = None if each.prefill is None else each.prefill.worker
     chosen = each.chosen
     left_out = ", ".join(f"{left.worker} {left.why}" for left in each.left_out)
@@ -477,16 +477,18 @@ def _request_lines(journey: Journey, seen: TopSnapshot) -> Iterator[str]:
 def _legs(journey: Journey) -> Iterator[str]:
     for before, leg in pairwise((None, *journey.legs)):
         assert leg is not None, "only the first of the pairs has none before"
-        if before is not None and leg.part is Part.DECODE:
+        if before is not None and leg.part is LegPart.DECODE:
             until_s = (leg.first_token_s or journey.seconds) - leg.sent_s
             yield line(f"KV transfer: {before.worker} to {leg.worker}, {seconds(until_s)} to its first token")
-        what = {Part.PREFILL: "prefill", Part.DECODE: "decode", Part.WHOLE: "prefill and decode"}[leg.part]
-        if before is not None and leg.part is Part.WHOLE:
+        what = {LegPart.PREFILL: "prefill", LegPart.DECODE: "decode", LegPart.WHOLE: "prefill and decode"}[
+            leg.part
+        ]
+        if before is not None and leg.part is LegPart.WHOLE:
             what = "goes on"
         yield line(f"{what}: {leg.worker}, {seconds((leg.ended_s or journey.seconds) - leg.sent_s)}")
 
 
-def _decision_lines(each: Explanation) -> Iterator[str]:
+def _decision_lines(each: RoutingExplanation) -> Iterator[str]:
     yield line(
         f"decision of {seconds(each.age_s)} ago for {each.request_id}, policy {each.policy}: {each.reason.replace('_', ' ')}"
     )

@@ -31,7 +31,7 @@ from penstock.frontend.encoding import EncodedPrompt, encoding_of, without_promp
 from penstock.frontend.errors import SAME, ClientFields, refusal_of
 from penstock.frontend.route_query import RouteModel, decode_query
 from penstock.frontend.text.models import MODELS_MAX, ModelCache, ServedModel
-from penstock.router.service.gateway import Query
+from penstock.router.gateway import Query
 
 DIALECTS = {
     dialect.name: dialect

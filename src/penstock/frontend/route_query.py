@@ -15,7 +15,7 @@ from penstock.frontend.apis.decoding import decode_body
 from penstock.frontend.encoding import encode_chat, encode_text
 from penstock.frontend.limits.headers import ITL_MS, TTFT_MS, target_s
 from penstock.frontend.text.models import ServedModel, text_files
-from penstock.router.service.gateway import Query, tokens_of
+from penstock.router.gateway import Query, tokens_of
 
 
 class RouteModel:

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from penstock.core.ids import WorkerId
 from penstock.core.routing_context import TOKEN_S_MIN
 from penstock.core.types.requests import Request
-from penstock.router.disagg.disagg import DisaggDecision
-from penstock.router.policy.selector import WorkerChoice
+from penstock.router.disagg import DisaggDecision
+from penstock.router.selector import WorkerChoice
 from penstock.seams import RoutingContext
 
 

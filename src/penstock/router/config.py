@@ -6,8 +6,7 @@ from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Location
 from penstock.perf.topology import NetworkPath, Topology
-from penstock.router.policy.policies import check_policy_name, make_policy
-from penstock.router.policy.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
+from penstock.router.policies import SESSION_IDLE_S, SESSIONS_MAX, check_policy_name, make_policy
 from penstock.seams import RoutingPolicy
 
 

@@ -16,17 +16,15 @@ from penstock.core.types.requests import Request
 from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.candidates import RoutePlan, ScoredCandidates, WorkerRoute
 from penstock.router.config import QueueConfig, RouterConfig
-from penstock.router.disagg.disagg import decide, prompt_alone
-from penstock.router.disagg.pricing import DisaggPricing
-from penstock.router.explain.decisions import ChoiceInputs, Decisions, RoutingDecision
-from penstock.router.explain.explanation import RouteReason
-from penstock.router.explain.recorded import EVENT, RecordedDecision, record_context, record_inputs
+from penstock.router.disagg import DisaggPricing, decide, prompt_alone
+from penstock.router.explanations import ChoiceInputs, Decisions, RouteReason, RoutingDecision
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.worker_pool import ModelPool
-from penstock.router.index.radix import PrefixMatch
 from penstock.router.metrics import RouterMetrics
-from penstock.router.policy.policies import mix, recomputed_blocks, tie_of
-from penstock.router.policy.selector import WorkerChoice, WorkerSelector
+from penstock.router.policies import mix, recomputed_blocks, tie_of
+from penstock.router.radix import PrefixMatch
+from penstock.router.replay import EVENT, RecordedDecision, record_context, record_inputs
+from penstock.router.selector import WorkerChoice, WorkerSelector
 from penstock.seams import RoutingContext
 
 _HASHES = 2.0**64

@@ -15,7 +15,7 @@ from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import num_tokens, pack_tokens, token_list, unpack_hashes
 from penstock.kv.pool import BlockPool
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.workers.member import Condition
+from penstock.router.fleet.member import Condition
 from penstock.runtime.requests.direct_streams import DirectStream
 from penstock.seams import DirectClient, Hold, Interrupt, RequestStream
 from penstock.sim.cluster import SimCluster, SimEngine, SimWorker

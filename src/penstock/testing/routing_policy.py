@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.types.events import Tier
-from penstock.router.policy.policies import choose
+from penstock.router.policies import choose
 from penstock.seams import ExplainedPolicy, PriceColumns, RoutingContext, RoutingPolicy
 
 _SIZES = (1, 2, 3, 17, 1000)

@@ -25,8 +25,8 @@ from penstock.frontend.endpoint_picker import messages
 from penstock.frontend.endpoint_picker.exchange import EndpointPicker
 from penstock.frontend.endpoint_picker.server import EndpointPickerServer
 from penstock.frontend.limits.admission import ReceiveBudget, ReceiveMetrics
-from penstock.router.service.gateway import GatewayServer
-from penstock.router.service.routing_service import RoutingService
+from penstock.router.gateway import GatewayServer
+from penstock.router.routing_service import RoutingService
 from tests.support.certificates import make_authority, make_certificate
 from tests.support.envoy import BUFFERED, DUPLEX, envoy
 

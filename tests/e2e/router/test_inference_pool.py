@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.frontend.endpoint_picker.pool import PODS, POOLS, PoolServers
-from penstock.router.service.routing_service import RoutingService
+from penstock.router.routing_service import RoutingService
 from penstock.runtime.kubernetes import KubernetesAccess, KubernetesClient, Pace
 from tests.support.kubernetes.api_server import ApiServer
 

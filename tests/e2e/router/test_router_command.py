@@ -26,7 +26,7 @@ from penstock.deploy.supervisor.output import ProcessOutput
 from penstock.frontend.http.router import RoutingHttpConfig, RoutingServer
 from penstock.frontend.limits.keys import TenantConfig, hash_of
 from penstock.frontend.limits.tenants import ApiAccess, TenantKeys
-from penstock.router.service.routing_service import RoutingService
+from penstock.router.routing_service import RoutingService
 from tests.support.scenes import scenes
 
 ROOT = Path(__file__).parents[3]

@@ -21,8 +21,8 @@ from penstock.engine.openai.config import ServerConfig
 from penstock.frontend.http.router import RoutingHttpConfig, RoutingServer
 from penstock.frontend.route_query import RouteModel
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.router.service.gateway import Query, RequestStage, ServerChoice
-from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
+from penstock.router.gateway import Query, RequestStage, ServerChoice
+from penstock.router.routing_service import RoutingService, RoutingServiceConfig
 from tests.support.fake_server import FakeServer
 from tests.support.kv_publisher import endpoints, publishing
 

@@ -11,7 +11,7 @@ from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStor
 from penstock.core.wire import pack_tokens
 from penstock.engine.kv_events.events import EngineCleared, EngineRemoved, EngineStored
 from penstock.engine.kv_events.translator import HexSalts, KvEventTranslator
-from penstock.router.index.radix import RadixTree
+from penstock.router.radix import RadixTree
 
 SIZE = 2
 LENGTH = 6

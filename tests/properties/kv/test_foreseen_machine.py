@@ -13,7 +13,7 @@ from penstock.core.wire import pack_hashes
 from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.plans import Planner
 from penstock.kv.groups import GroupEvents, GroupKind, KvGroup, KvGroups
-from penstock.router.index.radix import RadixTree
+from penstock.router.radix import RadixTree
 
 SIZE = 4
 LENGTH = 7

@@ -12,7 +12,7 @@ from penstock.core.wire import hash_list
 from penstock.engine.kv_events.decoder import EventDecoder
 from penstock.engine.kv_events.events import Omission, Omissions
 from penstock.engine.kv_events.translator import HexSalts, KvEventTranslator
-from penstock.router.index.radix import RadixTree
+from penstock.router.radix import RadixTree
 
 SIZE = 2
 KEY = bytes(range(16))

@@ -16,7 +16,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.router.config import QueueConfig
-from penstock.router.queue.fair_queue import FairQueue, QueuedRequest
+from penstock.router.fair_queue import FairQueue, QueuedRequest
 
 TOKENS_MAX = 50
 CONFIG = QueueConfig(

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.router.disagg.link_setup import LinkCredit, LinkSetup
-from penstock.router.policy.policies import make_policy
-from penstock.router.policy.selector import WorkerSelector
+from penstock.router.disagg import LinkCredit, LinkSetup
+from penstock.router.policies import make_policy
+from penstock.router.selector import WorkerSelector
 
 SETUP_S = 2.0
 slots = st.integers(0, 1)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.core.types.load import WorkerLoad
-from penstock.router.workers.loads import LoadTracker, Reserved
+from penstock.router.fleet.loads import LoadTracker, Reserved
 
 SLOTS = st.integers(0, 3)
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.index.predictions import Predictions
-from penstock.router.index.radix import RadixTree
+from penstock.router.indexer import Predictions
+from penstock.router.radix import RadixTree
 from penstock.sim.loop import run_virtual
 
 TTL_S, SLOTS = 16.0, 3

@@ -11,9 +11,9 @@ from penstock.core.types.kv import PrefixSummary, blocks_per_chunk, chunk_hashes
 from penstock.core.wire import unpack_hashes
 from penstock.engine.openai.prefixes import EXPIRES_S, AdvertisedPrefixes
 from penstock.router.config import PrefixSummaryConfig
-from penstock.router.index.hot_prefixes import HotPrefixes
-from penstock.router.index.radix import PrefixMatch, RadixTree
-from penstock.router.index.region_index import RegionIndex
+from penstock.router.indexer import RegionIndex
+from penstock.router.radix import PrefixMatch, RadixTree
+from penstock.router.summaries import HotPrefixes
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import EventPublisher
 

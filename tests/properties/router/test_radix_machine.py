@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.core.types.events import Tier
-from penstock.router.index.radix import RadixTree, RadixTreePython
+from penstock.router.radix import RadixTree, RadixTreePython
 
 SLOTS = st.integers(0, 11)
 TIERS = st.sampled_from(list(Tier))

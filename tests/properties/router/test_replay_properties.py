@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.baselines import BASELINES
-from penstock.router.explain.recorded import EVENT, record_context
-from penstock.router.explain.replay import RoutingReplay
-from penstock.router.policy.policies import POLICIES, make_policy
-from penstock.router.policy.selector import WorkerSelector
+from penstock.router.policies import POLICIES, make_policy
+from penstock.router.replay import EVENT, RoutingReplay, record_context
+from penstock.router.selector import WorkerSelector
 from penstock.testing.routing_policy import some_contexts
 
 SLOTS_MAX = 17

@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import EngineInfo, Instance, InstanceState, ModelCard, Role
+from penstock.router.fleet.member import Condition, FleetMember, identity
 from penstock.router.fleet.worker_pool import ModelPool
-from penstock.router.workers.member import Condition, FleetMember, identity
 
 CARDS = st.sampled_from(
     [

@@ -14,7 +14,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
-from penstock.router.workers.loads import LoadTracker, Reservation
+from penstock.router.fleet.loads import LoadTracker, Reservation
 from penstock.worker.frontends import Frontend, Frontends
 
 ROUTERS = st.integers(0, 2)

@@ -17,15 +17,14 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.loader import Loader
 from penstock.kv.manager import KvManager
 from penstock.kv.pool import BlockPool
-from penstock.router.dispatch.direct import DirectTokens
+from penstock.router.dispatch.attempt import DirectTokens
 from penstock.router.dispatch.open_request import OpenRequest
 from penstock.router.dispatch.progress import Progress
 from penstock.router.fleet.connector import Connector, MemberSink
-from penstock.router.index.radix import RadixTree
-from penstock.router.queue.request_queue import RequestQueue
-from penstock.router.retries.isolation import PoisonIsolation
-from penstock.router.retries.pace import MigrationPace
-from penstock.router.workers.loads import LoadTracker
+from penstock.router.fleet.loads import LoadTracker
+from penstock.router.radix import RadixTree
+from penstock.router.request_queue import RequestQueue
+from penstock.router.retries import MigrationPace, PoisonIsolation
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.runtime.events.subscriber import EventSubscriber
 from penstock.runtime.requests.direct_deltas import DirectDeltas

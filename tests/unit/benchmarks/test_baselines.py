@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.baselines import ABLATIONS, BASELINES
 from benchmarks.baselines.explore_exploit import ExploreExploit
-from penstock.router.policy.policies import choose, make_policy
+from penstock.router.policies import choose, make_policy
 from penstock.testing.routing_policy import RoutingPolicySuite, make_context
 
 T, F = True, False

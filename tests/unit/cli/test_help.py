@@ -7,7 +7,7 @@ import pytest
 from penstock import cli
 from penstock.cli.completion import loaded
 from penstock.engine.registry import engine_names
-from penstock.router.policy.policies import POLICIES
+from penstock.router.policies import POLICIES
 
 
 def parsers():

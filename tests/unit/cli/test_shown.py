@@ -11,7 +11,7 @@ from penstock.cli.ps import DeploymentView, LinkView, table
 from penstock.core.types.events import Tier
 from penstock.core.types.instances import ReplicaState
 from penstock.deploy.control.messages import ProcessView
-from penstock.router.explain.explanation import Candidate, PrefillExplanation, RouteReason, RoutingExplanation
+from penstock.router.explanations import Candidate, PrefillExplanation, RouteReason, RoutingExplanation
 from tests.support.answering import Answers, answering
 
 SETTING = "local_tokens_max"

@@ -20,8 +20,8 @@ from penstock.frontend.endpoint_picker.exchange import (
 )
 from penstock.frontend.endpoint_picker.messages import BodyMode
 from penstock.frontend.limits.admission import ReceiveBudget, ReceiveMetrics
-from penstock.router.service.gateway import GatewayServer
-from penstock.router.service.routing_service import RoutingService
+from penstock.router.gateway import GatewayServer
+from penstock.router.routing_service import RoutingService
 
 BODY = {"model": "m", "prompt": "Hello."}
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.errors import EngineError, RequestError
 from penstock.core.types.instances import InstanceState, Role
-from penstock.router.workers.member import Condition
+from penstock.router.fleet.member import Condition
 from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import tiny_engine, tiny_request, whole_answer

@@ -17,9 +17,9 @@ from penstock.engine.openai.health import HealthWatch
 from penstock.engine.openai.paired import has_gateway_fields, http_transfer
 from penstock.engine.openai.server import EngineServer, ModelAtServer, ServerLoad, transfer_kind
 from penstock.engine.openai.text import TextCodec
-from penstock.router.service import gateway
-from penstock.router.service.routing_service import RoutingService
-from penstock.router.service.servers import Watched, card_of
+from penstock.router import gateway
+from penstock.router.routing_service import RoutingService
+from penstock.router.servers import Watched, card_of
 
 Say = Callable[..., None]
 _PREFIXES = {Role.AGGREGATED: "server", Role.PREFILL: "prefill", Role.DECODE: "decode"}

@@ -26,9 +26,9 @@ from penstock.frontend.errors import ReceiveTimeoutError, error_answer
 from penstock.frontend.limits.admission import ReceivedBytes
 from penstock.frontend.prepare import THREAD_BYTES
 from penstock.frontend.route_query import RouteModel, text_of
-from penstock.router.service.gateway import Query, RequestStage, tokens_of
-from penstock.router.service.routing_service import RoutingService
-from penstock.router.workers.member import Condition
+from penstock.router.fleet.member import Condition
+from penstock.router.gateway import Query, RequestStage, tokens_of
+from penstock.router.routing_service import RoutingService
 
 _NO_PROMPT = "\n"
 """Routes requests without a prompt, such as GET /v1/models."""

@@ -9,8 +9,8 @@ from typing import Any
 from penstock.core.errors import PenstockError, RequestError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.instances import InstanceState
-from penstock.router.service.gateway import GatewayServer
-from penstock.router.service.routing_service import RoutingService
+from penstock.router.gateway import GatewayServer
+from penstock.router.routing_service import RoutingService
 from penstock.runtime.kubernetes import KubernetesClient, Object, Pace, Reflector, Resource
 
 POOLS = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")

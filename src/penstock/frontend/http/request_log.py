@@ -18,8 +18,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.log import cause, get_logger
 from penstock.frontend.frontend import PendingAnswer, PendingEmbeddings
 from penstock.frontend.limits.headers import RequestOptions
-from penstock.router.dispatch.journeys import Journey
-from penstock.router.explain.explanation import RoutingExplanation
+from penstock.router.dispatch.state import Journey
+from penstock.router.explanations import RoutingExplanation
 from penstock.runtime import spans
 from penstock.seams import RequestDispatcher
 

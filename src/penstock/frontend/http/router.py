@@ -29,8 +29,8 @@ from penstock.frontend.limits.headers import OwnNames, wants_explanation
 from penstock.frontend.limits.tenants import ApiAccess
 from penstock.frontend.prepare import THREAD_BYTES
 from penstock.frontend.route_query import RouteModel, decode_query
-from penstock.router.service.gateway import GatewayServer, Query, RequestStage
-from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
+from penstock.router.gateway import GatewayServer, Query, RequestStage
+from penstock.router.routing_service import RoutingService, RoutingServiceConfig
 
 _NAME_CHARACTERS_MAX = 128
 _ENCODERS = 2

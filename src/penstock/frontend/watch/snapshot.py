@@ -16,8 +16,8 @@ from penstock.core.types.instances import ReplicaState
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.limits.tenants import TenantUse
 from penstock.frontend.watch.overview import DeploymentSupervisor, Overview, WorkerSpeed
-from penstock.router.explain.explanation import RoutingExplanation
-from penstock.router.workers.member import Condition, FleetWorkerView
+from penstock.router.explanations import RoutingExplanation
+from penstock.router.fleet.member import Condition, FleetWorkerView
 
 _OLD_QUEUE_S = 10.0
 _SERVES = frozenset({Condition.READY, Condition.PREFILL_ONLY})

@@ -1,4 +1,4 @@
-"""One attempt at a request: what it holds on its worker, or on its prefill and its decode worker, until released."""
+"""One attempt at a request: its reservation and connection at a worker, or at a prefill and a decode worker, and its direct stream."""
 
 import asyncio
 import secrets
@@ -10,12 +10,12 @@ from penstock.core.ids import RequestId
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import TRANSFER_ID_BYTES, Delta, KvHandle, Prefetch, Request
 from penstock.router.candidates import WorkerRoute
-from penstock.router.dispatch.journeys import Leg, LegPart
 from penstock.router.dispatch.progress import Progress
-from penstock.router.dispatch.shared import DispatcherState
+from penstock.router.dispatch.state import DispatcherState, Leg, LegPart
 from penstock.router.fleet.fleet import Fleet
+from penstock.router.fleet.member import Condition, DeltaHandler
 from penstock.router.metrics import RouterMetrics
-from penstock.router.workers.member import Condition, DeltaHandler
+from penstock.seams import Connection, DirectSink, DirectStream, Hold, Interrupt
 
 _EARLY_STEPS = 2
 """The prompt's step and the first decode step: a request that kills its worker does so within these."""
@@ -283,3 +283,62 @@ class WorkerAttempt:
         source, self._source = self._source, None
         if source is not None:
             source.abort()
+
+
+class DirectTokens:
+    """Opens and closes one request's direct stream, and keeps its progress right. One event loop owns it."""
+
+    def __init__(self, request_id: RequestId, interrupted: Interrupt) -> None:
+        """Begin closed; `interrupted` is called once it is closed because the client has to be waited for, or is gone."""
+        self.sink: DirectSink | None = None
+        """Has the rule; None: there is none."""
+        self._request_id = request_id
+        self._interrupted = interrupted
+        self._connection: Connection | None = None
+        self._progress: Progress | None = None
+
+    def open(self, attempt: WorkerAttempt | None, progress: Progress) -> None:
+        """Take the way if it is there: the reader has all tokens so far, and the attempt is beyond its early steps."""
+        if self.sink is None or attempt is None or attempt.early_steps or self._connection is not None:
+            return
+        rule = self.sink.open(self._interrupt)
+        if rule is None:
+            return
+        connection, (stream, client) = attempt.connection, rule
+        if connection.open_direct(self._request_id, stream, client):
+            self._connection, self._progress = connection, progress
+            progress.direct = _Counted(stream)
+
+    def close(self) -> None:
+        """Leave the way: what came by it counts, and what came and was not written is unread. Safe twice."""
+        connection, self._connection = self._connection, None
+        progress, self._progress = self._progress, None
+        if connection is None or progress is None:
+            return
+        progress.direct = None
+        taken = connection.close_direct(self._request_id)
+        if taken is None:
+            return
+        progress.wrote(taken.written)
+        if taken.ungranted:
+            connection.grant(self._request_id, taken.ungranted)
+        if taken.waiting:
+            progress.add(Delta(request_id=self._request_id, token_ids=taken.waiting))
+
+    def _interrupt(self, why: Hold | Exception) -> None:
+        self.close()
+        self._interrupted(why)
+
+
+class _Counted:
+    """The tokens of a direct stream since now."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: DirectStream) -> None:
+        self._stream = stream
+        self._before = stream.tokens
+
+    @property
+    def tokens(self) -> int:
+        return self._stream.tokens - self._before

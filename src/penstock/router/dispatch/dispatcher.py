@@ -5,37 +5,84 @@ Nothing here knows HTTP, so it runs over sockets, within a process and on virtua
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from penstock.core.errors import Unavailable
+from penstock.core.errors import PenstockError, Unavailable
 from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.ids import WorkerId
 from penstock.core.types.instances import CardFile, ModelCard, Role
 from penstock.core.types.kv import KvAction, PrefixSummary
 from penstock.core.types.load import ModelLoad, PeerCount, TenantCount
 from penstock.core.types.requests import ExpandedPrompt, MediaPrompt, Request
 from penstock.router.config import RouterConfig
-from penstock.router.dispatch.journeys import Journey
-from penstock.router.dispatch.kv_actions import FleetKvActions, KvActed
-from penstock.router.dispatch.open_request import OpenRequest
-from penstock.router.dispatch.shared import DispatcherState
-from penstock.router.dispatch.siblings import Siblings
-from penstock.router.dispatch.worker_changes import FleetChanges, StateChanged, WorkerRoleChanged
-from penstock.router.explain.explanation import RoutingExplanation
+from penstock.router.dispatch.open_request import OpenRequest, Siblings
+from penstock.router.dispatch.operators import (
+    FleetChanges,
+    FleetKvActions,
+    KvActed,
+    StateChanged,
+    WorkerRoleChanged,
+)
+from penstock.router.dispatch.state import DispatcherState, Journey
+from penstock.router.explanations import RoutingExplanation
+from penstock.router.fair_queue import retry_after_s
 from penstock.router.fleet.fleet import Fleet
+from penstock.router.fleet.member import FleetMember, FleetWorkerView
 from penstock.router.metrics import RouterMetrics
-from penstock.router.queue.fair_queue import retry_after_s
-from penstock.router.queue.request_queue import RequestQueue
-from penstock.router.retries.retry_guard import RetryGuard
+from penstock.router.request_queue import RequestQueue
+from penstock.router.retries import RetryGuard
 from penstock.router.router import Router
 from penstock.router.summaries import Summaries
-from penstock.router.workers.member import FleetWorkerView
-from penstock.router.workers.tenant_counts import TenantCounting
 from penstock.seams import Discovery, RequestPlane, RequestStream
+
+ANSWER_S_MAX = 1.0
+PASSED_OVER_S = 10.0
+"""A worker that did not answer, since it hangs or is of an older version, is asked again after this time."""
+
+
+class TenantCounting:
+    """Asks the connected worker with the lowest id. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._passed_over_s: dict[WorkerId, float] = {}  # by worker: until when
+
+    async def count(
+        self, counts: Mapping[str, TenantCount], members: Iterable[FleetMember | None]
+    ) -> Mapping[str, PeerCount]:
+        """Tell what this frontend's tenants have used, and return what they have used at others.
+
+        Raises:
+            Unavailable: no worker is there, or the one asked does not count or answer; the next call asks another one.
+        """
+        now_s = asyncio.get_running_loop().time()
+        self._passed_over_s = {
+            each: until_s for each, until_s in self._passed_over_s.items() if until_s > now_s
+        }
+        there = [
+            member
+            for member in members
+            if member is not None
+            and member.listed
+            and member.connection is not None
+            and member.worker_id not in self._passed_over_s
+        ]
+        if not there:
+            raise Unavailable("no worker is connected that counts what tenants use")
+        member = min(there, key=lambda each: each.worker_id)
+        assert member.connection is not None, "chosen so"
+        try:
+            async with asyncio.timeout(ANSWER_S_MAX):
+                return await member.connection.count_tenants(counts)
+        except (PenstockError, TimeoutError) as error:
+            self._passed_over_s[member.worker_id] = now_s + PASSED_OVER_S
+            raise Unavailable(
+                f"worker {member.instance.name} has not counted what tenants use: {str(error) or f'no answer within {ANSWER_S_MAX:g} s'}"
+            ) from error
 
 
 class Dispatcher:

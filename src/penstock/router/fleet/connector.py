@@ -8,25 +8,217 @@ import asyncio
 import random
 import ssl
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from penstock.core.errors import PenstockError, ProtocolError, WorkerLost
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types.events import EventMessage
-from penstock.core.types.load import KvRead, WorkerLoad
+from penstock.core.types.events import SHARED_HOLDER, EventMessage, EventSnapshot, Holder, KvEvent
+from penstock.core.types.instances import KvHolder
+from penstock.core.types.load import KvRead, KvTierCounts, WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.router.config import RouterConfig
-from penstock.router.fleet.index_feeds import IndexFeeds
-from penstock.router.fleet.kv_holders import KvHolders
-from penstock.router.index.indexer import Indexer
+from penstock.router.fleet.loads import LoadTracker
+from penstock.router.fleet.member import Condition, EventFeeds, FleetMember
+from penstock.router.indexer import Indexer
 from penstock.router.metrics import RouterMetrics
-from penstock.router.workers.event_feeds import EventFeeds
-from penstock.router.workers.loads import LoadTracker
-from penstock.router.workers.member import Condition, FleetMember
+from penstock.runtime.events.subscriber import EventSubscriber
 from penstock.seams import Connection, RequestPlaneClient
 
 _log = get_logger()
+
+
+class IndexFeeds:
+    """Makes subscribers that write into the index. One event loop owns it."""
+
+    def __init__(self, indexer: Indexer, metrics: RouterMetrics, rng: random.Random) -> None:
+        """Write into `indexer`, and count what is wrong with messages in `metrics`."""
+        self._indexer = indexer
+        self._metrics = metrics
+        self._rng = rng
+
+    def follow(
+        self, member: FleetMember, feeds: EventFeeds, slot: int, holder: Holder = Holder.WORKER
+    ) -> EventSubscriber:
+        """Keep a slot of the index equal to what a holder keeps, as a member tells of it.
+
+        Args:
+            member: a connected worker.
+            feeds: of its connection.
+            slot: the holder's.
+            holder: the member itself, or what it shares with others.
+        """
+        block_size = member.instance.card.block_size
+        index = self._indexer.regions if member.instance.engine.is_deployment else self._indexer
+
+        def apply(_: WorkerId, events: Sequence[KvEvent]) -> None:
+            left_out = index.apply(slot, events, block_size)
+            if left_out and subscriber.doubt():
+                _log.warning(
+                    "kv_events_left_out",
+                    worker=member.instance.name,
+                    holder=holder,
+                    events=left_out,
+                    block_size=block_size,
+                    fix="they are of blocks of another size, or have hashes that are none; its content is asked for"
+                    " anew. Should it go on (penstock_router_event_faults_total), update the older side",
+                )
+
+        def replace(_: WorkerId, part: EventSnapshot) -> None:
+            index.replace(slot, part, block_size)
+
+        subscriber = EventSubscriber(
+            feeds.connection,
+            apply=apply,
+            replace=replace,
+            on_fault=lambda fault: self._metrics.event_faults.labels(fault).inc(),
+            rng=self._rng,
+            holder=holder,
+        )
+        feeds.add(subscriber)
+        return subscriber
+
+
+_Key = tuple[Holder, str]
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """A holder with a slot.
+
+    loaders: connected members that load from it, and their feeds; those that were connected first come first.
+    off: those of them whose tier is off for now; what it holds does not count for them.
+    teller: the one whose events are followed; None while the last one is lost and no other is there.
+    """
+
+    key: _Key
+    slot: int
+    loaders: dict[FleetMember, EventFeeds] = field(default_factory=dict)
+    off: set[FleetMember] = field(default_factory=set)
+    teller: FleetMember | None = None
+
+
+class KvHolders:
+    """Hosts and object stores whose KV workers share: one of the workers tells what each holds, and the index counts it for all of them.
+
+    Each holder has a slot of the index, as a worker has. While the worker that tells of a holder is lost, the others go on loading
+    from the holder, and what is known of it stays until another worker's snapshot replaces it. One event loop owns it.
+    """
+
+    def __init__(
+        self,
+        indexer: Indexer,
+        feeds: IndexFeeds,
+        *,
+        take_slot: Callable[[], int],
+        free_slot: Callable[[int], None],
+    ) -> None:
+        """Make it without holders.
+
+        Args:
+            indexer: keeps their blocks.
+            feeds: follows the workers that tell them.
+            take_slot: takes a slot of the index.
+            free_slot: gives it back.
+        """
+        self._indexer = indexer
+        self._feeds = feeds
+        self._take_slot = take_slot
+        self._free_slot = free_slot
+        self._shared: dict[_Key, _Shared] = {}
+        indexer.on_cleared = self._on_cleared
+
+    def __len__(self) -> int:
+        return len(self._shared)
+
+    def holds(self, slot: int) -> bool:
+        """Say whether a slot is a holder's."""
+        return any(shared.slot == slot for shared in self._shared.values())
+
+    def connected(self, member: FleetMember, feeds: EventFeeds) -> None:
+        """Count what a member loads from for it, and follow what nobody tells yet."""
+        for holder in _distinct(member.instance.engine.kv_holders):
+            key = holder.kind, holder.id
+            shared = self._shared.get(key)
+            if shared is None:
+                shared = self._shared[key] = _Shared(key, self._take_slot())
+            self._indexer.expect(shared.slot, max(holder.blocks, self._indexer.expected(shared.slot)))
+            shared.loaders[member] = feeds
+            if shared.teller is None:
+                self._choose_teller(shared)
+        self._share(member)
+
+    def lost(self, member: FleetMember) -> None:
+        """Count nothing more for a member; what it told another one tells."""
+        left = self._of(member)
+        for shared in left:
+            del shared.loaders[member]
+            shared.off.discard(member)
+            if shared.teller is member:
+                shared.teller = None
+                self._choose_teller(shared)
+        self._share(member)
+        for shared in left:
+            if not shared.loaders:
+                del self._shared[shared.key]
+                self._indexer.leave(shared.slot)
+                self._free_slot(shared.slot)
+
+    def note_tiers(self, member: FleetMember, tiers: Sequence[KvTierCounts]) -> None:
+        """Take from a member's report which of its tiers are off."""
+        is_off = {
+            SHARED_HOLDER[counts.tier]: counts.is_off for counts in tiers if counts.tier in SHARED_HOLDER
+        }
+        has_changed = False
+        for shared in self._of(member):
+            if is_off.get(shared.key[0], False) != (member in shared.off):
+                shared.off ^= {member}
+                has_changed = True
+        if has_changed:
+            self._share(member)
+
+    def check(self) -> None:
+        """Raise AssertionError where parts disagree."""
+        slots = [shared.slot for shared in self._shared.values()]
+        assert len(set(slots)) == len(slots), "holders: each has a slot of its own"
+        for key, shared in self._shared.items():
+            assert shared.key == key, f"{key}: found by its key"
+            assert shared.loaders, f"{key}: nobody loads from it"
+            assert shared.teller in shared.loaders, f"{key}: told by nobody who loads from it"
+            assert shared.off <= shared.loaders.keys(), f"{key}: off for somebody who does not load from it"
+
+    def _of(self, member: FleetMember) -> list[_Shared]:
+        keys = {(holder.kind, holder.id) for holder in member.instance.engine.kv_holders}
+        found = [self._shared[key] for key in sorted(keys) if key in self._shared]
+        return [shared for shared in found if member in shared.loaders]
+
+    def _share(self, member: FleetMember) -> None:
+        """Have the index count for a member what its holders hold."""
+        slots = [shared.slot for shared in self._of(member) if member not in shared.off]
+        self._indexer.tree.share(member.slot, slots)
+
+    def _choose_teller(self, shared: _Shared) -> None:
+        """Follow a member that loads from a holder, best one that is not off."""
+        if not shared.loaders:
+            return
+        shared.teller = min(shared.loaders, key=lambda member: member in shared.off)
+        self._feeds.follow(shared.teller, shared.loaders[shared.teller], shared.slot, shared.key[0])
+
+    def _on_cleared(self, slot: int) -> None:
+        """Follow another member of a holder whose teller has forgotten what the others keep there."""
+        for shared in self._shared.values():
+            if shared.slot == slot and shared.teller is not None and len(shared.loaders) > 1:
+                teller = shared.teller
+                feeds = shared.loaders.pop(teller)
+                feeds.remove(shared.key[0])
+                self._choose_teller(shared)
+                shared.loaders[teller] = feeds  # as the last one to be asked
+
+
+def _distinct(holders: Sequence[KvHolder]) -> list[KvHolder]:
+    """Take one holder of each kind: a worker's events name the kind alone."""
+    return list({holder.kind: holder for holder in holders if holder.kind is not Holder.WORKER}.values())
 
 
 class Connector:

@@ -1,15 +1,18 @@
 """The fleet: all workers as one frontend process sees them.
 
-Discovery lists workers; a connection to each (`connector.py`) says whether it is there. A change to one worker costs O(1), so
+Discovery lists workers; a connection to each (`Connector`) says whether the worker is there. A change to one worker costs O(1), so
 a thousand workers may come at once.
 """
 
 import asyncio
+import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Protocol, assert_never
 
+from penstock.core.errors import Overloaded, RequestError, Unavailable
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import (
@@ -25,26 +28,139 @@ from penstock.core.types.load import KvRead
 from penstock.core.types.requests import ExpandedPrompt, MediaPrompt, Prefetch, Request
 from penstock.core.wire import HashArray
 from penstock.router.config import RouterConfig
-from penstock.router.fleet.card_files import fetch_file
-from penstock.router.fleet.change_notifier import ChangeNotifier
 from penstock.router.fleet.connector import Connector
-from penstock.router.fleet.media import expand_media
-from penstock.router.fleet.ranks import Ranks
-from penstock.router.fleet.slots import WorkerSlots
+from penstock.router.fleet.links import LinkBandwidths, path_to
+from penstock.router.fleet.loads import LoadTracker
+from penstock.router.fleet.member import Condition, DeltaHandler, FleetMember, FleetWorkerView
+from penstock.router.fleet.slots import Ranks, WorkerSlots
 from penstock.router.fleet.worker_pool import ModelPool
-from penstock.router.index.indexer import Indexer
-from penstock.router.index.radix import PrefixMatch
-from penstock.router.links.distances import path_to
-from penstock.router.links.link_bandwidths import LinkBandwidths
+from penstock.router.indexer import Indexer
 from penstock.router.metrics import RouterMetrics
-from penstock.router.workers.loads import LoadTracker
-from penstock.router.workers.member import Condition, DeltaHandler, FleetMember, FleetWorkerView
+from penstock.router.radix import PrefixMatch
 from penstock.seams import Connection, Discovery, RequestPlaneClient
+
+FETCH_TIMEOUT_S = 30.0
+
+_log = get_logger()
+
+
+async def fetch_file(
+    card: ModelCard, file: CardFile, members: Iterable[FleetMember], rng: random.Random
+) -> bytes:
+    """Fetch a card's file from any member that has it.
+
+    Args:
+        card: of the model.
+        file: one of its files.
+        members: asked in random order, those that discovery lists no more at last.
+        rng: for the order.
+
+    Raises:
+        Unavailable: no worker answered.
+    """
+    holders = [m for m in members if m.connection and file in m.instance.card.files]
+    rng.shuffle(holders)
+    holders.sort(key=lambda member: not member.listed)  # one whose lease ran out may be gone without a word
+    problem: Exception | None = None
+    for member in holders:
+        if member.connection is None:
+            continue  # lost meanwhile
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                return await member.connection.fetch(file.sha256)
+        except (Unavailable, RequestError, TimeoutError) as error:
+            problem = error
+            _log.warning("file_fetch_failed", file=file.name, worker=member.instance.name, error=str(error))
+    raise Unavailable(
+        f"model {card.name}: {file.name} could not be fetched from any of {len(holders)} connected workers that"
+        f" list it; try again when one is back",
+        retry_after_s=1.0,
+    ) from problem
+
+
+EXPAND_TIMEOUT_S = 60.0
+WORKERS_MAX = 3
+"""Workers that are asked about one prompt."""
+_EXPANDING = (Condition.READY, Condition.PREFILL_ONLY)
+
+
+async def expand_media(
+    card: ModelCard, prompt: MediaPrompt, members: Iterable[FleetMember]
+) -> ExpandedPrompt:
+    """Have a worker's engine expand the media of a prompt.
+
+    The same media go to the same worker, as long as it is there, since engines keep what they have decoded.
+
+    Args:
+        card: of the model, or of an adapter.
+        prompt: with one placeholder for each item.
+        members: all workers.
+
+    Raises:
+        RequestError: the engine does not take these media.
+        Unavailable: no worker answered.
+    """
+    name = card.parent or card.name
+    asked = [
+        member for member in members if member.condition in _EXPANDING and member.instance.card.name == name
+    ]
+    asked.sort(key=lambda member: _weight(prompt, member))
+    problem: Exception | None = None
+    for member in asked[:WORKERS_MAX]:
+        if member.connection is None:
+            continue  # lost meanwhile
+        try:
+            async with asyncio.timeout(EXPAND_TIMEOUT_S):
+                return await member.connection.expand_media(prompt)
+        except (Unavailable, Overloaded, TimeoutError) as error:
+            problem = error
+            _log.warning("media_expansion_failed", worker=member.instance.name, error=str(error))
+    why = f": {problem or 'no answer in time'}" if asked else ""
+    raise Unavailable(
+        f"model {card.name}: none of {min(len(asked), WORKERS_MAX)} workers could read the request's media now{why}; send it"
+        " again",
+        retry_after_s=1.0,
+    ) from problem
+
+
+def _weight(prompt: MediaPrompt, member: FleetMember) -> bytes:
+    """Order workers by a hash of worker and first item: a worker that leaves moves only its own items."""
+    name = member.worker_id.to_bytes(8, "little", signed=False)
+    return hashlib.blake2b(prompt.items[0].digest, key=name, digest_size=8).digest()
+
+
+class ChangeNotifier:
+    """The listeners of one kind of change. One event loop owns it."""
+
+    def __init__(self) -> None:
+        """Begin without listeners."""
+        self._listeners: dict[Callable[[], None], None] = {}
+        self._is_due = False
+
+    @contextmanager
+    def telling(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call `listener` in the loop's turn after a change, while the context is open."""
+        assert listener not in self._listeners, "each listens once"
+        self._listeners[listener] = None
+        try:
+            yield
+        finally:
+            del self._listeners[listener]
+
+    def tell_soon(self) -> None:
+        """Call all listeners in the loop's next turn."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._is_due = False
+        for listener in tuple(self._listeners):
+            listener()
+
 
 _READY = frozenset({Condition.READY, Condition.PREFILL_ONLY})
 _TIDY_UP_S = 10.0
-
-_log = get_logger()
 
 
 class SlotFollower(Protocol):
@@ -206,7 +322,7 @@ class Fleet:
         return await fetch_file(card, file, self._members.values(), self._rng)
 
     async def expand_media(self, card: ModelCard, prompt: MediaPrompt) -> ExpandedPrompt:
-        """Have a worker of the model expand the media of a prompt; see `media.py`."""
+        """Have a worker of the model expand the media of a prompt; see the function `expand_media`."""
         return await expand_media(card, prompt, self._members.values())
 
     def workers(self) -> list[FleetWorkerView]:

@@ -11,7 +11,7 @@ from penstock.core.wire import hash_list
 from penstock.engine.kv_events.decoder import EventDecoder
 from penstock.engine.kv_events.events import Omissions
 from penstock.engine.kv_events.translator import HexSalts, KvEventTranslator
-from penstock.router.index.radix import RadixTree
+from penstock.router.radix import RadixTree
 
 RECORDED = json.loads((Path(__file__).parents[3] / "data" / "vllm_kv_events.json").read_text())
 SIZE = RECORDED["block_size"]

@@ -19,7 +19,7 @@ from penstock.frontend.limits.tenants import (
     TenantUsage,
     share_limits,
 )
-from penstock.router.workers.tenant_counts import ANSWER_S_MAX, PASSED_OVER_S
+from penstock.router.dispatch.dispatcher import ANSWER_S_MAX, PASSED_OVER_S
 from penstock.runtime.requests.memory import _Link
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine

@@ -12,7 +12,7 @@ from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.watch.overview import LatencyTarget, Overview, Percentiles, PlannerRound
 from penstock.frontend.watch.snapshot import ALERTS_MAX, WORKERS_MAX, alerts_of, take_snapshot
-from penstock.router.workers.member import Condition
+from penstock.router.fleet.member import Condition
 from tests.support import snapshots
 from tests.support.dispatcher import ScriptedDispatcher
 

@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from penstock.core.errors import ProtocolError
 from penstock.router.config import RouterConfig
-from penstock.router.workers.member import Condition
+from penstock.router.fleet.member import Condition
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
 from tests.support.scene import HASHES, scenario, settle, stored, view

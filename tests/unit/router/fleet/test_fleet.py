@@ -12,7 +12,7 @@ from penstock.core.types.instances import CardFile, Role
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.workers.member import Condition
+from penstock.router.fleet.member import Condition
 from penstock.seams import RoutingContext
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.kv_transfer import tiny_engine

@@ -13,8 +13,8 @@ from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.router.fleet.ranks import Ranks
-from penstock.router.workers.member import Condition
+from penstock.router.fleet.member import Condition
+from penstock.router.fleet.slots import Ranks
 from penstock.sim.loop import run_virtual
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.scene import make_request

@@ -1,1 +1,0 @@
-"""The disaggregation decision: one worker, or a prefill and a decode worker."""

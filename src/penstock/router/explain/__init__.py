@@ -1,1 +1,0 @@
-"""Decisions kept as arrays, explained in words, and replayed from logs."""

@@ -1,1 +1,0 @@
-"""Links between workers: whether KV can move over each, and how fast."""

@@ -1,1 +1,0 @@
-"""Routing policies: each prices a request on every worker at once."""

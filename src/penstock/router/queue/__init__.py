@@ -1,1 +1,0 @@
-"""Where requests wait while every worker has enough to do."""

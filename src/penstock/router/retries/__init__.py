@@ -1,1 +1,0 @@
-"""What went wrong for a request, and whether, when and where it is tried again."""

@@ -1,1 +1,0 @@
-"""The router alone, for gateways that send requests to servers themselves."""

@@ -1,1 +1,0 @@
-"""One worker as this router knows it: its state, its load, what its work takes."""
