@@ -13,7 +13,7 @@ from penstock.router.policies import choose, make_policy
 from penstock.testing.routing_policy import RoutingPolicySuite, some_contexts
 from tests.support.scene import make_request, run_scenario, scenario
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 EXAMPLE = "routing_policy:QuietestHolder"
 
 
