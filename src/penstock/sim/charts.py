@@ -125,7 +125,7 @@ class Chart:
             "unit": self.unit,
             "x_axis": self.x_axis.value,
             "x_max": self.x_max,
-            "y_max": self.highest * scale,
+            "y_max": _rounded(self.highest * scale),
             "mark_s": self.mark_s,
         }
 
